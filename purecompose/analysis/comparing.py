@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from purecompose._support.checks import check_number, shown
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.analysis.replaying import (
     MaxDifference,
     RecordedRun,

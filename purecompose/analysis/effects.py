@@ -32,7 +32,7 @@ from torch import Tensor
 
 from purecompose import random
 from purecompose._support.checks import check_number
-from purecompose._support.table import table
+from purecompose._support.tables import table
 
 
 _DESIGNS = ("leave_one_out", "all")

@@ -16,21 +16,22 @@ from torch.utils.data import DataLoader
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
+from purecompose._support.messages import warn
 from purecompose._support.shards import whole
 from purecompose._support.urls import is_remote
-from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.checks import StateStream
 from purecompose.data.identity import describe_data, differences as data_differences
 from purecompose.data.loaders import epoch_batches, own_order
 from purecompose.data.position import position_holder
+from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records
 from purecompose.records.layout import RECORDS
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.outer import Run
 from purecompose.run.plateau import Adjuster
-from purecompose.run.saving import Checkpoints, CheckpointWarning, MismatchError
+from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
 from purecompose.run.saving.code import code_differences, describe_code
 from purecompose.run.saving.description import describe, differences, environment, listed

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses
 from purecompose._support.checks import check_number, shown
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.analysis.replaying import RecordedRun, as_dtype, point, states_from
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single

@@ -19,7 +19,7 @@ import torch
 
 from purecompose import batch as batches, random
 from purecompose._support.checks import check_flag, check_number, check_whole, shown
-from purecompose._support.table import table
+from purecompose._support.tables import table
 from purecompose.analysis.cells import check_repeated, first_batch, population_of
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single

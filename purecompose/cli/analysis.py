@@ -1,153 +1,78 @@
-"""`replay`, `explain`, `bisect` and `compare`: commands that analyse recorded runs."""
+"""`replay`, `explain`, `bisect` and `compare`, which analyse recorded runs; `ablate`, `sweep`, `lr-range` and
+`sensitivity`, which train to compare methods and settings."""
 
-import argparse
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
 from purecompose import analysis
 from purecompose._support import specs
 from purecompose._support.messages import say
+from purecompose.algorithms import FACTORIES
 from purecompose.analysis import RecordedRun, predicates
-from purecompose.cli.loading import settings_for
-from purecompose.cli.own import allowed_by, imported, is_own
-from purecompose.cli.settings import UsageError, check_target, named
-from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
+from purecompose.analysis.sweeping import with_named_rate
+from purecompose.cli.data import Data
+from purecompose.cli.options import (
+    File,
+    Folder,
+    List,
+    Number,
+    Real,
+    Run,
+    Shown,
+    Time,
+    UsageError,
+    check_target,
+    one_line,
+    reported_as,
+)
+from purecompose.cli.own import imported, is_own
+from purecompose.cli.results import KeptRun
+from purecompose.cli.settings import Given, Settings
+from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.state import State
 from purecompose.data import TextData
 from purecompose.errors import CheckpointError, MismatchError
+from purecompose.run.evaluation import Evaluator
 from purecompose.run.saving import save
+from purecompose.schedule import Hparam, hparam
+from purecompose.transforms.compilation import compile
 
 
-def _add_replay_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `replay`."""
-    _add_run_options(command)
-    _add_at(command)
-    command.add_argument("--out", type=named, metavar="FOLDER", help="save the state there, as a checkpoint")
-    command.add_argument(
-        "--dtype", choices=("float32", "float64"), help="replay in this precision, and show how much the state differs"
-    )
+_SEEDS = 8
+"""Seeds of an ablation without --seeds."""
+_WRONG = (ValueError, TypeError, FileNotFoundError, FileExistsError)
+"""Errors of `analysis` about arguments and folders."""
 
 
-def _add_explain_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `explain`."""
-    _add_run_options(command)
-    _add_at(command)
-    _add_report(command)
+@dataclass(frozen=True, kw_only=True)
+class RecordedOptions(KeptRun):
+    """A run that is replayed, on the command line.
 
+    Attributes:
+        run: Folder of a run.
+        data: Where the run's data are now (default: as in its settings).
+        allow_imports: Import code (my_module:name) that the settings of the run name.
+        not_strict: Warn instead of stopping if the code, the data or versions are not those of the run.
+    """
 
-def _add_bisect_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `bisect`."""
-    _add_run_options(command)
-    command.add_argument(
-        "--until",
-        required=True,
-        metavar="PREDICATE",
-        help="loss_above(5.0), not_finite, weight_norm_above(100.0), accuracy_below(0.5), dead_unit('0'), or "
-        "my_module:my_predicate, a function of a state",
-    )
-    which = command.add_mutually_exclusive_group(required=True)
-    which.add_argument("--stays", action="store_true", help="once true, it stays true: search by halving")
-    which.add_argument("--passes", action="store_true", help="it may become false again: search from the start")
-    _add_report(command)
+    not_strict: bool = False
 
-
-def _add_compare_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `compare`."""
-    command.add_argument("runs", nargs=2, metavar="RUN", help="the folder of a run")
-    command.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.0,
-        metavar="FRACTION",
-        help="fraction of a tensor's largest magnitude by which it may differ (default: 0, compare bits)",
-    )
-    command.add_argument("--allow-imports", action="store_true", help="import code that the settings of a run name")
-
-
-def _add_run_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", metavar="RUN", help="the folder of a run")
-    command.add_argument("--data", help="where the run's data are now (default: as in its settings)")
-    command.add_argument("--allow-imports", action="store_true", help="import code that the settings of the run name")
-    command.add_argument(
-        "--not-strict",
-        action="store_true",
-        help="warn instead of stopping if the code, the data or versions are not those of the run",
-    )
-
-
-def _add_at(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--at", required=True, metavar="TIME", help="the point of the run: 1234ba, 3ep, 0.5dur")
-
-
-def _add_report(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--report", type=named, metavar="FILE", help="also write the report as a page, *.html")
-
-
-def _show_replay(options: argparse.Namespace) -> None:
-    """Print the state of a run at a batch."""
-    with opened(options, options.run) as (run, _):
-        found = analysis.replay(run, options.at, dtype=options.dtype and getattr(torch, options.dtype))
-        say(found)
-        loss = found.state.loss
-        say(f"loss {'none' if loss is None else loss.tolist()}")
-        if options.out is not None:
-            with reported_as("--out"):
-                say(f"saved in {save(found.state, options.out, step=run.step)}")
-
-
-def _show_explanation(options: argparse.Namespace) -> None:
-    """Print the report of a batch."""
-    with opened(options, options.run) as (run, _):
-        _report(analysis.explain(run, options.at), options)
-
-
-def _show_bisection(options: argparse.Namespace) -> None:
-    """Print the first batch at which a predicate holds, with its report."""
-    with opened(options, options.run) as (run, setup):
-        with reported_as("--until"):
-            predicate = _predicate(options.until, setup)
-        try:
-            found = analysis.bisect(run, predicate, stays=options.stays)
-        except RuntimeError as error:
-            if not str(error).startswith("bisect: the predicate"):
-                raise
-            raise UsageError(" ".join(str(error).split())) from error
-        say(found)
-        if options.report is not None and found.explanation is not None:
-            say(f"\nthe report is in {found.explanation.write(options.report)}")
-
-
-def _show_comparison(options: argparse.Namespace) -> None:
-    """Print where two runs differ."""
-    options.data, options.not_strict = None, False
-    with ExitStack() as stack:
-        try:
-            runs: list[Any] = [stack.enter_context(opened(options, run))[0] for run in options.runs]
-        except (UsageError, CheckpointError):
-            runs = [Path(run) for run in options.runs]  # their folders are enough for a coarser answer
-        with usage_errors(ValueError, FileNotFoundError):
-            try:
-                say(analysis.compare(*runs, tolerance=options.tolerance))
-            except MismatchError as error:  # other versions, threads, ...: differences that are asked for
-                say(analysis.compare(*map(Path, options.runs), tolerance=options.tolerance))
-                say(f"\nthe runs are not replayed: {' '.join(str(error).split())}")
-
-
-@contextmanager
-def opened(options: argparse.Namespace, folder: str) -> Iterator[tuple[RecordedRun, Setup]]:
-    """Open a run of the command line with the arithmetic of its training."""
-    report = getattr(options, "report", None)
-    if report is not None:
-        check_target("--report", report)
-    settings, data = completed(settings_for(folder, options.data), allowed=allowed_by(options))
-    with fixed_arithmetic(settings["threads"]), plain_warnings(), usage_errors(ValueError, FileNotFoundError):
-        setup = prepare(settings, data)
-        yield (
-            RecordedRun(
-                folder,
+    @contextmanager
+    def opened(self) -> Iterator[tuple[RecordedRun, Setup]]:
+        """Open the run with the arithmetic of its training; errors about arguments are usage errors."""
+        settings, data = self.completed()
+        with arithmetic_of(settings), reported_as("", *_WRONG):
+            setup = prepare(settings, data)
+            run = RecordedRun(
+                self.run,
                 setup.step,
                 setup.state,
                 setup.train_data,
@@ -155,27 +80,99 @@ def opened(options: argparse.Namespace, folder: str) -> Iterator[tuple[RecordedR
                 stop=setup.stop,
                 microbatches=setup.microbatches,
                 decode=data.vocabulary.decode if isinstance(data, TextData) else None,
-                strict=not options.not_strict,
-            ),
-            setup,
-        )
+                strict=not self.not_strict,
+            )
+            yield run, setup
 
 
-@contextmanager
-def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, about arguments and folders, into usage errors of one line."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except kinds as error:
-        raise UsageError(" ".join(str(error).split())) from error
+def replay(
+    recorded: RecordedOptions,
+    *,
+    at: Time,
+    out: Folder | None = None,
+    dtype: Literal["float32", "float64"] | None = None,
+) -> None:
+    """Compute the state of a run at any batch, from its checkpoints.
+
+    Args:
+        recorded: The run.
+        at: Point of the run: 1234ba, 3ep, 0.5dur.
+        out: Save the state there, as a checkpoint.
+        dtype: Replay in this precision, and show how much the state differs.
+
+    Examples:
+        python -m purecompose train --out runs/a --keep log
+        python -m purecompose replay runs/a --at 1234ba --out state
+        python -m purecompose replay runs/a --at 0.5dur --dtype float64
+    """
+    with recorded.opened() as (run, _):
+        found = analysis.replay(run, at, dtype=dtype and getattr(torch, dtype))
+        say(found)
+        loss = found.state.loss
+        say(f"loss {'none' if loss is None else loss.tolist()}")
+        if out is not None:
+            with reported_as("--out"):
+                say(f"saved in {save(found.state, out, step=run.step)}")
 
 
-def _report(explanation: analysis.Explanation, options: argparse.Namespace) -> None:
-    say(explanation)
-    if options.report is not None:
-        say(f"\nthe report is in {explanation.write(options.report)}")
+def explain(recorded: RecordedOptions, *, at: Time, report: File | None = None) -> None:
+    """Show what a run did at a batch: methods, losses of examples, gradients of layers.
+
+    Args:
+        recorded: The run.
+        at: Point of the run: 1234ba, 3ep, 0.5dur.
+        report: Also write the report as a page, *.html.
+
+    Examples:
+        python -m purecompose explain runs/a --at 1234ba --report batch.html
+    """
+    if report is not None:
+        check_target("--report", report)
+    with recorded.opened() as (run, _):
+        found = analysis.explain(run, at)
+        say(found)
+        if report is not None:
+            say(f"\nthe report is in {found.write(report)}")
+
+
+def bisect(
+    recorded: RecordedOptions,
+    *,
+    until: Annotated[str, Shown("PREDICATE")],
+    stays: bool = False,
+    passes: bool = False,
+    report: File | None = None,
+) -> None:
+    """Find the first batch of a run at which something is true, and explain it.
+
+    Args:
+        recorded: The run.
+        until: Predicate: loss_above(5.0), not_finite, weight_norm_above(100.0), accuracy_below(0.5), dead_unit('0'),
+            or my_module:my_predicate, a function of a state.
+        stays: Once true, it stays true: search by halving.
+        passes: It may become false again: search from the start.
+        report: Also write the report as a page, *.html.
+
+    Examples:
+        python -m purecompose bisect runs/a --until not_finite --stays
+        python -m purecompose bisect runs/a --until "loss_above(5.0)" --passes --report batch.html
+    """
+    if stays == passes:
+        raise UsageError("bisect needs one of --stays, if what is true stays true, and --passes, if it may not")
+    if report is not None:
+        check_target("--report", report)
+    with recorded.opened() as (run, setup):
+        with reported_as("--until"):
+            predicate = _predicate(until, setup)
+        try:
+            found = analysis.bisect(run, predicate, stays=stays)
+        except RuntimeError as error:
+            if not str(error).startswith("bisect: the predicate"):
+                raise
+            raise UsageError(one_line(error)) from error
+        say(found)
+        if report is not None and found.explanation is not None:
+            say(f"\nthe report is in {found.explanation.write(report)}")
 
 
 def _predicate(text: str, setup: Setup) -> Any:
@@ -191,45 +188,271 @@ def _predicate(text: str, setup: Setup) -> Any:
         inputs, _ = next(iter(setup.test_data))
         return predicates.dead_unit(module, inputs)
 
-    known = {
-        "accuracy_below": accuracy_below,
-        "dead_unit": dead_unit,
-        "loss_above": predicates.loss_above,
-        "not_finite": predicates.not_finite,
-        "weight_norm_above": predicates.weight_norm_above,
-    }
-    return specs.build(call, known, "predicate")
+    others = (predicates.loss_above, predicates.not_finite, predicates.weight_norm_above)
+    return specs.build(call, {one.__name__: one for one in (accuracy_below, dead_unit, *others)}, "predicate")
 
 
-COMMANDS = (
-    ("replay", "compute the state of a run at any batch, from its checkpoints", _show_replay, _add_replay_options),
-    (
-        "explain",
-        "show what a run did at a batch: methods, losses of examples, gradients of layers",
-        _show_explanation,
-        _add_explain_options,
-    ),
-    (
-        "bisect",
-        "find the first batch of a run at which something is true, and explain it",
-        _show_bisection,
-        _add_bisect_options,
-    ),
-    ("compare", "show where two runs begin to differ, and why", _show_comparison, _add_compare_options),
-)
-"""Name, help text, function and function that adds the options."""
-EXAMPLES = {
-    "replay": """\
-examples:
-  python -m purecompose train --out runs/a --keep log
-  python -m purecompose replay runs/a --at 1234ba --out state
-  python -m purecompose replay runs/a --at 0.5dur --dtype float64
-""",
-    "explain": "example:\n  python -m purecompose explain runs/a --at 1234ba --report batch.html\n",
-    "bisect": """\
-examples:
-  python -m purecompose bisect runs/a --until not_finite --stays
-  python -m purecompose bisect runs/a --until "loss_above(5.0)" --passes --report batch.html
-""",
-    "compare": "example:\n  python -m purecompose compare runs/a runs/b --tolerance 1e-5\n",
-}
+def compare(
+    run_a: Run,
+    run_b: Run,
+    *,
+    tolerance: Annotated[float, Shown("FRACTION")] = 0.0,
+    allow_imports: bool = False,
+) -> None:
+    """Show where two runs begin to differ, and why.
+
+    Args:
+        run_a: Folder of a run.
+        run_b: Folder of the other.
+        tolerance: Fraction of a tensor's largest magnitude by which it may differ; 0 compares bits.
+        allow_imports: Import code (my_module:name) that the settings of a run name.
+
+    Examples:
+        python -m purecompose compare runs/a runs/b --tolerance 1e-5
+    """
+    folders: list[Any] = [Path(run_a), Path(run_b)]
+    with ExitStack() as stack:
+        runs = folders  # enough for a coarser answer
+        try:
+            options = [RecordedOptions(run, allow_imports=allow_imports) for run in (run_a, run_b)]
+            runs = [stack.enter_context(one.opened())[0] for one in options]
+        except (UsageError, CheckpointError):
+            pass
+        with reported_as("", *_WRONG):
+            try:
+                say(analysis.compare(*runs, tolerance=tolerance))
+            except MismatchError as error:  # other versions, threads, ...: differences that are asked for
+                say(analysis.compare(*folders, tolerance=tolerance))
+                say(f"\nthe runs are not replayed: {one_line(error)}")
+
+
+class _Parts(NamedTuple):
+    """What the runs of an experiment have in common, made from the settings of one run."""
+
+    settings: Settings
+    data: Data
+    setup: Setup
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """The evaluator whose metrics decide, at the end of the run only."""
+        return dataclasses.replace(_decisive(self.setup), every="1dur")
+
+    def state(self, seed: int) -> State:
+        """Return the state of a seed, as no method has changed it."""
+        return prepare(dataclasses.replace(self.settings, algorithms="none", seed=seed, seeds=1), self.data).state
+
+    def step_with(self, methods: Sequence[Algorithm]) -> Step:
+        """Return the step with these methods."""
+        return self.compiled(self.setup.plain_step.replace(algorithms=methods))
+
+    def compiled(self, step: Step) -> Step:
+        """Return a step as the settings ask for it."""
+        return compile(step, quiet=True) if self.settings.compile else step
+
+
+def _decisive(setup: Setup) -> Evaluator:
+    return next(one for one in setup.evaluators if one.label == setup.watched)
+
+
+@contextmanager
+def _prepared(given: Given) -> Iterator[_Parts]:
+    """Prepare the parts of an experiment from the options, with the arithmetic of a run."""
+    settings, data = completed(given.chosen(), allowed=given.allowed)
+    with arithmetic_of(settings), reported_as("", *_WRONG):
+        yield _Parts(settings, data, prepare(dataclasses.replace(settings, seeds=1), data))
+
+
+def ablate(
+    given: Given,
+    *,
+    out: Folder | None = None,
+    all_subsets: bool = False,
+    metric: str | None = None,
+    resolution: Real | None = None,
+) -> None:
+    """Train with and without each method, and show the effect of each.
+
+    Args:
+        given: The settings of the runs. --seeds is the number of seeds (default: 8); settings of evaluation, stopping
+            and checkpoints have no effect, since the metric is measured at the end of each run.
+        out: Write the runs, the table and a picture there, or resume them.
+        all_subsets: Train all subsets of the methods (default: all, all but one, none).
+        metric: Metric to compare (default: eval/accuracy; eval/loss for text).
+        resolution: Smallest difference that matters (default: none).
+
+    Examples:
+        python -m purecompose ablate --algorithms "mixup,sam" --duration 10ep --seeds 8 --out runs/ablation
+        python -m purecompose ablate --algorithms "mixup,label_smoothing" --all-subsets --resolution 0.002
+    """
+    with _prepared(given) as parts:
+        num_seeds = parts.settings.seeds if "seeds" in given.chosen() else _SEEDS
+        first = parts.settings.seed
+        found = analysis.ablate(
+            parts.step_with,
+            parts.state,
+            parts.setup.train_data,
+            parts.setup.plain_step.algorithms,
+            evaluate=parts.evaluator,
+            metric=metric or f"{parts.setup.watched}/{parts.setup.kind.decides}",
+            seeds=range(first, first + num_seeds),
+            design="all" if all_subsets else "leave_one_out",
+            resolution=resolution,
+            folder=out,
+            report=lambda line: say(line, flush=True),
+        )
+        say(f"\n{found}")
+        if out is not None and num_seeds >= analysis.FEWEST_SEEDS and all(one.interval for one in found.effects):
+            say(f"\nthe picture is in {analysis.draw_ablation(found, Path(out) / 'ablation.png')}")
+
+
+def sweep(
+    given: Given,
+    *,
+    values: list[Annotated[str, Shown("NAME=LIST")]],
+    metric: str | None = None,
+    out: Folder | None = None,
+) -> None:
+    """Train a population with different settings, and rank them.
+
+    Args:
+        given: The settings of the run. --seeds is the number of seeds of each setting.
+        values: Values of a setting: lr=0.001,0.01,0.1, optimizer.weight_decay=..., mixup.alpha=...; repeat it to train
+            all combinations.
+        metric: Metric to rank by (default: eval/loss).
+        out: Write the run of the population there, or resume it.
+
+    Examples:
+        python -m purecompose sweep --values lr=0.001,0.003,0.01,0.03 --duration 10ep --compile
+        python -m purecompose sweep --values lr=0.001,0.01 --values mixup.alpha=0.1,0.4
+    """
+    with _prepared(given) as parts:
+        with reported_as("--values"):
+            numbers = dict(map(_values, values))
+            step, state = _with_names(parts.setup.plain_step, parts.setup.state, numbers)
+        found = analysis.sweep(
+            parts.compiled(step),
+            state,
+            parts.setup.train_data,
+            numbers,
+            evaluate=parts.evaluator,
+            metric=metric or f"{parts.setup.watched}/loss",
+            seeds=parts.settings.seeds,
+            folder=out,
+        )
+        say(found)
+
+
+def lr_range(
+    given: Given,
+    *,
+    low: Annotated[float, Shown("RATE")] = 1e-5,
+    high: Annotated[float, Shown("RATE")] = 1.0,
+    batches: Number = 100,
+    out: File | None = None,
+) -> None:
+    """Train with a growing learning rate, and suggest one.
+
+    Args:
+        given: The settings of the run.
+        low: First learning rate.
+        high: Last learning rate.
+        batches: Number of batches.
+        out: Draw the losses: *.png, *.svg or *.pdf.
+
+    Examples:
+        python -m purecompose lr-range --optimizer adam --batches 200 --out range.png
+    """
+    if out is not None:
+        check_target("--out", out)
+    with _prepared(given) as parts:
+        step, state, data = parts.setup.step, parts.setup.state, parts.setup.train_data
+        found = analysis.learning_rate_range(step, state, data, low=low, high=high, num_batches=batches)
+        say(found)
+        if out is not None:
+            say(f"the picture is in {analysis.draw_learning_rate_range(found, out)}")
+
+
+def sensitivity(
+    recorded: RecordedOptions,
+    *,
+    window: Annotated[str, Shown("FROM,TO")],
+    to: List,
+    mode: Literal["auto", "forward", "reverse"] = "auto",
+) -> None:
+    """Show how the loss after a part of a run depends on its settings.
+
+    Args:
+        recorded: The run.
+        window: Part of the run: 100ba,150ba or 0.5dur,0.6dur.
+        to: Settings: lr, optimizer.momentum, label_smoothing.smoothing, ...
+        mode: Differentiation mode.
+
+    Examples:
+        python -m purecompose sensitivity runs/a --window 100ba,150ba --to lr,mixup.alpha
+    """
+    start, comma, stop = window.partition(",")
+    if not comma:
+        raise UsageError(f"--window: {window}: expected two points of the run, such as 100ba,150ba")
+    names = [name.strip() for name in to.split(",")]
+    with recorded.opened() as (run, setup):
+        part = analysis.window_of(run, start, stop)
+        with reported_as("--to"):
+            step, state = _with_names(setup.plain_step, part.state, names)
+        say(analysis.sensitivity(part._replace(step=step, state=state), _decisive(setup), names, mode=mode))
+
+
+def _with_names(step: Step, state: State, names: Iterable[str]) -> tuple[Step, State]:
+    """Return the step and the state with named scalars in place of settings.
+
+    Args:
+        step: The step.
+        state: The state.
+        names: "lr", "optimizer.ARGUMENT" or "METHOD.ARGUMENT", which are also the names of the scalars.
+    """
+    for name in names:
+        owner, dot, argument = name.partition(".")
+        if name == "lr":
+            state = with_named_rate(state, keeps_schedule=True)
+        elif dot and owner == "optimizer":
+            scalar = hparam(name, _number(getattr(state.optimizer, argument, None), name))
+            changed = dataclasses.replace(state.optimizer, **{argument: scalar})
+            state = state.replace(optimizer=changed).with_hparams([scalar])
+        else:
+            step, scalar = _with_named_argument(step, name)
+            state = state.with_hparams([scalar])
+    return step, state
+
+
+def _with_named_argument(step: Step, name: str) -> tuple[Step, Hparam]:
+    """Return the step in which an argument of a method is a named scalar, and the scalar."""
+    owner, _, argument = name.partition(".")
+    methods = {method.name: method for method in step.algorithms}
+    if owner not in methods or owner not in FACTORIES or not argument:
+        known = ", ".join(["lr", "optimizer.ARGUMENT", *(f"{one}.ARGUMENT" for one in methods if one in FACTORIES)])
+        raise ValueError(f"{name}: there is no such setting in this run; there are {known}")
+    call = specs.by_name(specs.parse_one(repr(methods[owner])), FACTORIES)
+    if argument not in call.kwargs:
+        raise ValueError(f"{name}: {owner} has the arguments {', '.join(call.kwargs)}")
+    scalar = hparam(name, _number(call.kwargs[argument], name))
+    named_call = dataclasses.replace(call, kwargs={**call.kwargs, argument: scalar})
+    methods[owner] = specs.build(named_call, FACTORIES, "algorithm")
+    return step.replace(algorithms=list(methods.values())), scalar
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}: expected a setting that is a number, got {value!r}")
+    return float(value)
+
+
+def _values(text: str) -> tuple[str, list[float]]:
+    """Return the name and the numbers in NAME=LIST."""
+    name, equals, given = text.partition("=")
+    try:
+        numbers = [float(one) for one in given.split(",")]
+    except ValueError:
+        numbers = []
+    if not equals or not name or not numbers:
+        raise ValueError(f"{text}: expected a name and numbers, such as lr=0.001,0.01,0.1")
+    return name.strip(), numbers

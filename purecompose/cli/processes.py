@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from purecompose._support.urls import is_remote, naming_urls
-from purecompose.cli.settings import UsageError
+from purecompose.cli.options import UsageError
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
@@ -23,10 +23,6 @@ from purecompose.run.saving.remote import mirror
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import fully_sharded
-
-
-SHARDINGS = ("step", "layer")
-"""The values of `--shard`."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,6 @@ class Processes:
 
     def divided(self, step: Step, state: State, sharding: str | None) -> tuple[Step, State]:
         """Return a step that divides batches among the processes, and with `sharding` also its state."""
-        if sharding is not None and sharding not in SHARDINGS:
-            raise ValueError(f"{sharding}: expected {' or '.join(SHARDINGS)}")
         if self.size == 1:
             if sharding is not None:
                 raise ValueError("there is only one process; start several by torchrun")

@@ -1,13 +1,16 @@
-"""`evaluate`, `predict` and `plot`: commands for existing runs. With a prompt, `predict` continues a text."""
+"""Existing runs: `load_run`, and the commands `evaluate`, `predict` and `plot`."""
 
-import argparse
 import csv
-import json
+import dataclasses
+import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from json import dumps
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Annotated, Any, Literal, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -15,118 +18,285 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.messages import say
-from purecompose._support.urls import with_urls
-from purecompose.cli.kinds import TEXT, load as load_data
-from purecompose.cli.loading import Trained, index_of, settings_for, trained
+from purecompose._support.urls import is_remote, with_urls
+from purecompose.cli.data import TEXT, Data, Kind, load_data
+from purecompose.cli.options import File, Number, Run, Shown, Text, UsageError, check_target, one_line, reported_as
 from purecompose.cli.own import allowed_by
-from purecompose.cli.settings import UsageError, check_target
-from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, reported_as
+from purecompose.cli.settings import Settings, settings_of
+from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
 from purecompose.core.compose import Step
 from purecompose.core.loop import predict_events
 from purecompose.core.state import State
 from purecompose.data import Arrays, CharacterVocabulary, TextData
+from purecompose.errors import CheckpointWarning
 from purecompose.losses import metrics
 from purecompose.records import draw_curves, read_run
-from purecompose.run.evaluation import evaluate, predict
+from purecompose.records.layout import COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
+from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
+from purecompose.run.saving import load, newest
+from purecompose.run.saving.fetching import fetched
+from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in, read_index
 from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
 
 
+_FETCHED = (CONFIG, INDEX, COMMAND, VERSIONS, PLAN, HISTORY, RECORDS, RESULT)
+"""Names of the files that are read of a run in remote storage, besides the tensors of checkpoints."""
 _LENGTH = 200
+Which = Annotated[str, Shown("NAME", ("newest", "best"))]
 
 
-class Prompt(NamedTuple):
-    """A text to continue, with the settings of its continuation."""
+class LoadedRun(NamedTuple):
+    """The result of `load_run`."""
 
-    tokens: Tensor
-    """The prompt, int64, `(num,)`."""
-    length: int
-    """Number of characters to draw."""
-    key: Tensor
-    vocabulary: CharacterVocabulary
-    window: int
-    """Number of previous characters that the network sees."""
+    state: State
+    """The state at the checkpoint; `to_module(state)` returns its network."""
+    step: Step
+    """The training step, with the run's algorithms; not compiled."""
+    train_data: Arrays
+    """The run's batches for training, to pass to `fit`."""
+    test_data: Arrays
+    """The run's batches for evaluation."""
+    checkpoint: Path | str
+    """The checkpoint's folder, or its URL."""
 
 
-def show_evaluation(options: argparse.Namespace) -> None:
-    """Print the metrics of a checkpoint on the test data."""
-    settings, data = completed(settings_for(options.run, options.data), allowed=allowed_by(options))
-    with fixed_arithmetic(settings["threads"]), plain_warnings():
-        run = trained(options.run, options.checkpoint, settings, data)
-        tested = _tested(options, settings, run.setup)
-        wanted = {**run.setup.kind.metrics, "top_5": metrics.top_k(5), "loss": metrics.mean_loss()}
+def load_run(
+    run: str | Path,
+    checkpoint: str = "newest",
+    *,
+    data: str | Path | None = None,
+    allow_imports: bool = False,
+) -> LoadedRun:
+    """Load a run that was trained by `python -m purecompose train --out FOLDER`.
+
+    The command line fixes threads and kernels for a run. This function does not, so training that continues from its
+    result, instead of by `--resume`, may produce other bits.
+
+    Args:
+        run: The run's folder, or the folder of one of its checkpoints; or the URL of one.
+        checkpoint: "newest", "best", or a checkpoint's name. If `run` is the folder of a checkpoint, only that one.
+        data: Data to use instead of those that the run was trained on, as for `--data`.
+        allow_imports: True to allow importing, and so running, code that the run's settings name, `my_module:name`.
+
+    Raises:
+        UsageError: There is no such run or checkpoint, its data are missing, or its settings name code that may not be
+            imported; or "best" is given for a population, or for checkpoints without the metric that decides.
+        CheckpointError: The checkpoint cannot be used.
+        ImportError: A package that the data need is missing.
+
+    Example::
+
+        run = load_run("runs/first", "best")
+        net = purecompose.to_module(run.state)
+        outputs = run.state.forward(images)
+        state = purecompose.fit(run.step, run.state, run.train_data, duration="60ep")
+    """
+    with fetched(run, _FETCHED) as folder:
+        kept = KeptRun(str(folder), data=None if data is None else str(data), allow_imports=allow_imports)
+        settings, found = kept.completed()
+        with arithmetic_of(settings):
+            trained = _at_checkpoint(folder, checkpoint, settings, found)
+    setup, place = trained.setup, trained.checkpoint
+    place = with_urls(place) if is_remote(run) else place
+    return LoadedRun(trained.state, setup.plain_step, setup.train_data, setup.test_data, place)
+
+
+def local_copy(run: str, stack: ExitStack) -> str:
+    """Return a run, or if it is given by a URL a local copy of it while the stack is open, without its tensors.
+
+    Raises:
+        UsageError: There is nothing at the URL, or it cannot be read.
+    """
+    with reported_as("", OSError, ValueError):
+        return str(stack.enter_context(fetched(run, _FETCHED))) if is_remote(run) else run
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    """A run in a folder, on the command line.
+
+    Attributes:
+        run: Folder of a run, or of one of its checkpoints.
+        data: Other data of the same form (default: those of the run).
+        allow_imports: Import code (my_module:name) that the settings of the run name.
+    """
+
+    run: Run
+    _: KW_ONLY
+    data: str | None = None
+    allow_imports: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings in the run's folder, with other data if given."""
+        return settings_of(_places(self.run)[0]) | ({} if self.data is None else {"data": self.data})
+
+    def completed(self, changes: Mapping[str, Any] | None = None, data: Data | None = None) -> tuple[Settings, Data]:
+        """Return all settings of the run, with some changed, and the data."""
+        allowed = allowed_by({"data": self.data}, self.allow_imports)
+        return completed(self.settings() | dict(changes or {}), data, allowed=allowed)
+
+
+class _Trained(NamedTuple):
+    """A run's state at one of its checkpoints."""
+
+    setup: Setup
+    state: State
+    checkpoint: Path
+
+
+def _at_checkpoint(run: str | Path, checkpoint: str, settings: Settings, data: Data) -> _Trained:
+    """Return the run that complete settings define, at one of its checkpoints."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run has shown the warnings of initialisation
+        setup = prepare(settings, data)
+    path = checkpoint_of(run, checkpoint, setup.kind)
+    with warnings.catch_warnings():  # no run continues, and a run of several processes is usually read by one
+        warnings.filterwarnings("ignore", ".* continues, perhaps not to the same bits", CheckpointWarning)
+        return _Trained(setup, load(path, setup.state, step=setup.step), path)
+
+
+def _places(run: str | Path) -> tuple[Path, Path]:
+    """Return the run's folder, and the folder of its checkpoints, or of one checkpoint if `run` is one."""
+    path = Path(run)
+    if (path / INDEX).exists():
+        return path.resolve().parent.parent, path  # resolved, because the path may be "."
+    return path, path / CHECKPOINTS
+
+
+def checkpoint_of(run: str | Path, which: str, kind: Kind) -> Path:
+    """Return a run's newest checkpoint, its best one, or the one with the given name."""
+    _, folder = _places(run)
+    if (folder / INDEX).exists():
+        if which not in ("newest", folder.resolve().name):
+            raise UsageError(f"--checkpoint: {run} is a checkpoint itself; for {which} give the run's folder")
+        return folder
+    if which not in ("newest", "best"):
+        if not (folder / which / INDEX).exists():
+            known = sorted(path.name for path in folder.glob("[!.]*"))
+            raise UsageError(f"--checkpoint: {folder} has no {which}; there are {', '.join(known) or 'none'}")
+        return folder / which
+    found = newest(folder)
+    if found is None:
+        raise UsageError(f"there is no checkpoint in {folder}: has the run written one yet?")
+    return found if which == "newest" else _best(folder, kind)
+
+
+def _best(folder: Path, kind: Kind) -> Path:
+    """Return the best checkpoint; among equal ones, the earliest, which `Checkpoints` keeps. NaN is never the best."""
+    names = (f"val/{kind.decides}", f"eval/{kind.decides}")
+    found = [
+        (one.path, next((one.index.metrics[name] for name in names if name in one.index.metrics), None))
+        for one in reversed(all_in(folder)[0])
+    ]
+    if any(isinstance(value, list) for _, value in found):
+        raise UsageError(
+            f"--checkpoint: {folder} is of a population, in which each network has its own best checkpoint; give "
+            "newest, or a checkpoint's name"
+        )
+    rated = [(path, value) for path, value in found if isinstance(value, (int, float)) and not math.isnan(value)]
+    if not rated:
+        raise UsageError(
+            f"--checkpoint: no checkpoint in {folder} has a number for {kind.decides}, which selects the best one; "
+            "give newest, or a checkpoint's name"
+        )
+    return max(rated, key=lambda pair: kind.rating(pair[1]))[0]
+
+
+def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", length: Number | None = None, json: bool = False) -> None:
+    """Show the metrics of a run's checkpoint.
+
+    Args:
+        kept: The run.
+        checkpoint: Name of the checkpoint, or one of these.
+        length: For text: window length (default: the run's).
+        json: Print one line of JSON.
+
+    Examples:
+        python -m purecompose evaluate runs/a --checkpoint best --json
+    """
+    settings, data = kept.completed()
+    with arithmetic_of(settings):
+        setup, state, path = _at_checkpoint(kept.run, checkpoint, settings, data)
+        tested = setup.test_data
+        if length is not None:
+            if setup.kind is not TEXT:
+                raise UsageError("--length is for text, but the run trained a network for images")
+            with reported_as("--length"):
+                windows, _ = load_data(dataclasses.replace(settings, length=length))
+                tested = setup.kind.stored(windows.test_inputs, windows.test_targets).to(state.device)
+        wanted = {**setup.kind.metrics, "top_5": metrics.top_k(5), "loss": metrics.mean_loss()}
         if data.num_classes < 5:
             del wanted["top_5"]
-        with nullcontext() if options.length is None else reported_as("--length"):
-            found = evaluate(run.state, tested, wanted, step=run.setup.plain_step)
-    reported = {"checkpoint": with_urls(run.checkpoint), "batch": run.state.timestamp.batch, **found}
-    if options.json:
-        say(json.dumps(reported))
+        with nullcontext() if length is None else reported_as("--length"):
+            found = evaluated(state, tested, wanted, step=setup.plain_step)
+    reported = {"checkpoint": with_urls(path), "batch": state.timestamp.batch, **found}
+    if json:
+        say(dumps(reported))
         return
     width = max(map(len, reported))
     for name, value in reported.items():
         say(f"{name:<{width}}  {_shown(value)}")
 
 
-def show_predictions(options: argparse.Namespace) -> None:
-    """Write the predicted class of each test image, or each next character of a text, with its probability, as CSV.
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
-    With a prompt, write the prompt and its continuation by a language model instead.
+
+def predict(
+    kept: KeptRun,
+    *,
+    checkpoint: Which = "newest",
+    out: File | None = None,
+    prompt: Text | None = None,
+    length: Number | None = None,
+    seed: Number | None = None,
+) -> None:
+    """Write the classes that a run's checkpoint predicts, or continue a text.
+
+    Args:
+        kept: The run.
+        checkpoint: Name of the checkpoint, or one of these.
+        out: CSV file, or a text file with --prompt (default: standard output).
+        prompt: For a language model: write a continuation of this text, not a CSV.
+        length: With --prompt: characters to add (default: 200).
+        seed: With --prompt: seed of the draws (default: 0).
+
+    Examples:
+        python -m purecompose predict runs/a --out predictions.csv
+        python -m purecompose predict runs/text --prompt "ROMEO:" --length 500
     """
-    if options.out is not None:
-        check_target("--out", options.out)
-    settings = settings_for(options.run, options.data)
-    if settings.get("seeds", 1) > 1:
-        raise UsageError(f"{options.run} trained a population; predictions are those of a single network")
-    prompt = prompt_of(options, settings)
+    if out is not None:
+        check_target("--out", out)
+    if kept.settings().get("seeds", 1) > 1:
+        raise UsageError(f"{kept.run} trained a population; predictions are those of a single network")
     if prompt is not None:
-        _write_text(options, settings, prompt)
+        _write_text(kept, checkpoint, out, prompt, _LENGTH if length is None else length, seed or 0)
         return
-    settings, data = completed(settings, allowed=allowed_by(options))
-    with fixed_arithmetic(settings["threads"]), plain_warnings():
-        run = trained(options.run, options.checkpoint, settings, data)
+    for name, value in (("length", length), ("seed", seed)):
+        if value is not None:
+            raise UsageError(f"--{name} needs --prompt TEXT, the text that a language model continues")
+    settings, data = kept.completed()
+    with arithmetic_of(settings):
+        run = _at_checkpoint(kept.run, checkpoint, settings, data)
         rows = list(_predicted(run))
-    with _opened(options.out) as file:
+    with _opened(out) as file:
         writer = csv.writer(file)
         writer.writerow(["index", "class", "probability", "target"])
         writer.writerows([index, found, f"{share:.6f}", target] for index, (found, share, target) in enumerate(rows))
-    if options.out is not None:
-        say(f"{len(rows):,} predictions of {with_urls(run.checkpoint)} in {options.out}")
+    if out is not None:
+        say(f"{len(rows):,} predictions of {with_urls(run.checkpoint)} in {out}")
 
 
-def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt: Prompt) -> None:
-    """Write the continuation of a prompt by a language model, character by character."""
-    # The run's text itself is not needed: the network depends on its shape, the schedules on the number of batches.
-    num = index_of(options.run, options.checkpoint, TEXT).time["batches_per_epoch"] * settings["batch_size"]
-    blank = torch.zeros(1, prompt.window, dtype=torch.int64).expand(num, -1)
-    data = TextData(blank, blank, blank, blank, prompt.vocabulary, num_dropped=0)
-    settings, _ = completed({**settings, "validation": 0.0, "limit_batches": None}, data, allowed=allowed_by(options))
-    with fixed_arithmetic(settings["threads"]), plain_warnings():
-        run = trained(options.run, options.checkpoint, settings, data)
-        with _opened(options.out) as file:
-            for text in continued(run.state, prompt, run.setup.plain_step):
-                say(text, end="", file=file, flush=True)
-            say(file=file)
-
-
-def _tested(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup) -> Arrays:
-    """Return the test data; a text is divided into windows of the length in the options, if given."""
-    if options.length is None:
-        return setup.test_data
-    if setup.kind is not TEXT:
-        raise UsageError("--length is for text, but the run trained a network for images")
-    with reported_as("--length"):
-        data, _ = load_data({**settings, "length": options.length})
-    return setup.kind.stored(data.test_inputs, data.test_targets).to(setup.state.device)
-
-
-def _predicted(run: Trained) -> Iterator[tuple[Any, float, Any]]:
+def _predicted(run: _Trained) -> Iterator[tuple[Any, float, Any]]:
     """Yield class, probability and target of each example, or of each position of a text, as characters."""
     data = run.setup.data
     named = data.vocabulary.characters if isinstance(data, TextData) else range(data.num_classes)
     # Batch by batch, because each character of a text has as many probabilities as the vocabulary has characters.
     for batch in run.setup.test_data:
-        (outputs,) = predict(run.state, [batch], step=run.setup.plain_step)
+        (outputs,) = predicted(run.state, [batch], step=run.setup.plain_step)
         shares, classes = (found.flatten().tolist() for found in outputs.softmax(1).max(1))
         targets = batches.get(batch, run.state.context.target_field).flatten().tolist()
         yield from zip([named[one] for one in classes], shares, [named[one] for one in targets], strict=True)
@@ -138,80 +308,87 @@ def _opened(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    try:
+    with reported_as("--out"):
         file = Path(path).open("w", newline="", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
     with file:
         yield file
 
 
-def show_plot(options: argparse.Namespace) -> None:
-    """Draw the curves of runs into one picture."""
-    check_target("--out", options.out)
-    try:
-        runs = [read_run(Path(path)) for path in options.runs]
-        draw_curves(runs, Path(options.out), x=options.x)
-    except (OSError, ValueError) as error:
-        message = " ".join(str(error).split())
-        raise UsageError(message.removeprefix("read_run: ").removeprefix("draw_curves: ")) from error
-    say(f"the curves of {len(runs)} run{'s' * (len(runs) > 1)} in {options.out}")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_shown, value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Prompt | None:
-    """Return the prompt in the options of `predict`; `None` if it should write predictions.
-
-    Args:
-        options: The options of the command line.
-        settings: The run's settings, with a text's vocabulary and window; the text itself is not needed.
-    """
-    if options.prompt is None:
-        for name in ("length", "seed"):
-            if getattr(options, name) is not None:
-                raise UsageError(f"--{name} needs --prompt TEXT, the text that a language model continues")
-        return None
+def _write_text(kept: KeptRun, checkpoint: str, out: str | None, prompt: str, length: int, seed: int) -> None:
+    """Write the continuation of a prompt by a language model, character by character."""
+    settings = kept.settings()
     if "vocabulary" not in settings:
         raise UsageError("--prompt: expected a run on text, got one that trained a network for images")
-    if options.data is not None:
+    if kept.data is not None:
         raise UsageError("--data: a prompt is continued without data; leave it out")
-    length = _LENGTH if options.length is None else options.length
-    if not options.prompt or length < 1:
-        raise UsageError(f"--{'length' if options.prompt else 'prompt'}: expected at least one character")
+    if not prompt or length < 1:
+        raise UsageError(f"--{'length' if prompt else 'prompt'}: expected at least one character")
     with reported_as("--seed"):
-        key = random.key(options.seed or 0)
-    vocabulary = CharacterVocabulary(settings["vocabulary"])
+        key = random.key(seed)
+    vocabulary, window = CharacterVocabulary(settings["vocabulary"]), settings["length"]
     with reported_as("--prompt"):
-        return Prompt(vocabulary.encode(options.prompt), length, key, vocabulary, settings["length"])
+        tokens = vocabulary.encode(prompt)
+    # The run's text itself is not needed: the network depends on its shape, the schedules on the number of batches.
+    index = read_index(checkpoint_of(kept.run, checkpoint, TEXT))
+    num = index.time["batches_per_epoch"] * settings["batch_size"]
+    blank = torch.zeros(1, window, dtype=torch.int64).expand(num, -1)
+    data = TextData(blank, blank, blank, blank, vocabulary, num_dropped=0)
+    found, _ = kept.completed({"validation": 0.0, "limit_batches": None}, data)
+    with arithmetic_of(found):
+        run = _at_checkpoint(kept.run, checkpoint, found, data)
+        draws = random.uniform(key, (length,)).tolist()
+        with _opened(out) as file:
+            say(vocabulary.decode(tokens), end="", file=file, flush=True)
+            for token in _continued(run.state, run.setup.plain_step, tokens, window, draws):
+                say(vocabulary.decode(token), end="", file=file, flush=True)
+            say(file=file)
 
 
-def continued(state: State, prompt: Prompt, step: Step) -> Iterator[str]:
-    """Yield the prompt, and then each following character, drawn with the network's probabilities.
+def _continued(state: State, step: Step, tokens: Tensor, window: int, draws: list[float]) -> Iterator[Tensor]:
+    """Yield the tokens (1,) that follow, one for each draw, with the network's probabilities.
 
-    The network sees as many previous characters as the run's windows have, and uses the weights that the step's methods
-    predict with, such as averages. The same seed produces the same text, and a longer text begins with the shorter one.
+    The network sees at most `window` previous tokens, and uses the weights that the step's methods predict with, such
+    as averages. The same draws produce the same text.
     """
-    yield prompt.vocabulary.decode(prompt.tokens)
     # The event fires once and the network is called as a plain module, because a step analyses each new batch shape,
     # and here each input is longer than the last.
     state = step.replace(program=predict_events).fire(Event.PREDICT_START, state)
     net, precision = to_module(state).eval(), state.context.precision
     narrow = AUTOCAST.get(precision)
-    tokens = prompt.tokens.to(state.device)
-    for draw in random.uniform(prompt.key, (prompt.length,)).tolist():
+    tokens = tokens.to(state.device)
+    for draw in draws:
         with (
             torch.no_grad(),
             arithmetic(precision, state.device),
             torch.autocast(state.device.type, narrow, enabled=narrow is not None),
         ):
-            outputs = net(tokens[None, -prompt.window :])
+            outputs = net(tokens[None, -window:])
         shares = outputs[0, :, -1].double().softmax(0).cumsum(0)
         # Rounding may leave the sum a little below the draw.
-        token = torch.searchsorted(shares, draw).clamp(max=len(shares) - 1)
-        tokens = torch.cat([tokens, token[None]])
-        yield prompt.vocabulary.decode(token[None])
+        token = torch.searchsorted(shares, draw).clamp(max=len(shares) - 1)[None]
+        tokens = torch.cat([tokens, token])
+        yield token
+
+
+def plot(
+    runs: list[Run],
+    *,
+    out: File = "curves.png",
+    x: Literal["batch", "epoch", "time/sample", "time/token", "time/seconds"] = "batch",
+) -> None:
+    """Draw the curves of one or several runs.
+
+    Args:
+        runs: Folders of runs.
+        out: Image file, *.png, *.svg or *.pdf.
+        x: Column along the horizontal axis.
+
+    Examples:
+        python -m purecompose plot runs/a runs/b --out curves.png
+    """
+    check_target("--out", out)
+    try:
+        draw_curves([read_run(Path(path)) for path in runs], Path(out), x=x)
+    except (OSError, ValueError) as error:
+        raise UsageError(one_line(error).removeprefix("read_run: ").removeprefix("draw_curves: ")) from error
+    say(f"the curves of {len(runs)} run{'s' * (len(runs) > 1)} in {out}")

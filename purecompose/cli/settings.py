@@ -1,212 +1,308 @@
-"""The settings that define a run, and their options on the command line."""
+"""The settings that define a run, and their sources: options, a recipe, a file, and a run's folder."""
 
-import argparse
-from collections.abc import Callable
+import dataclasses
+import shlex
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, get_type_hints
 
-from purecompose import losses
-from purecompose.algorithms.recipes import RECIPES
-from purecompose.nn.models import MODELS
+from purecompose import losses, optim, schedule
+from purecompose._support import specs
+from purecompose._support.device import PRECISIONS
+from purecompose._support.files import read_whole
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.recipes import RECIPES, recipe
+from purecompose.cli.options import (
+    KINDS,
+    File,
+    Number,
+    Shown,
+    Time,
+    UsageError,
+    option_of,
+    parts_of,
+    reported_as,
+)
+from purecompose.cli.own import allowed_by
+from purecompose.nn.models import MODELS, check_options
 
 
-class UsageError(Exception):
-    """An invalid option; the message is one line."""
-
-
-class Setting(NamedTuple):
-    """A setting of a run. Together they define the bits of its result."""
-
-    name: str
-    kind: type
-    """int, float, str or bool."""
-    metavar: str | None
-    help: str
-    default: Any = None
-    """The default; `None` if it depends on the data, or if the setting is off."""
-
-    @property
-    def option(self) -> str:
-        """The option on the command line, such as "--batch-size"."""
-        return f"--{self.name.replace('_', '-')}"
+def _of_recipe(name: str) -> Any:
+    """Return the optimizer of a recipe, with its schedule."""
+    if (found := recipe(name).optimizer) is None:
+        raise ValueError(f"the recipe {name!r} leaves the optimizer to you")
+    return found
 
 
 LOSSES = {
     "cross_entropy": losses.cross_entropy,
     "binary_cross_entropy": losses.BinaryCrossEntropy(mean_over="examples"),
 }
-SETTINGS = {
-    setting.name: setting
-    for setting in (
-        Setting(
-            "data",
-            str,
-            None,
-            "digits, an MNIST-like .npz file, a folder of IDX files or of images by class, a text file *.txt, or "
-            "my_module:my_data (default: digits)",
-            "digits",
-        ),
-        Setting("length", int, "N", "for text: characters per window, which is one example (default: 128)"),
-        Setting(
-            "vocabulary",
-            str,
-            "CHARACTERS",
-            "for text: the characters in the order of their numbers (default: the file's, sorted)",
-        ),
-        Setting(
-            "model",
-            str,
-            None,
-            f"{', '.join(MODELS)}, with options: cnn(width=8); timm:NAME, transformers:CLASS(...) "
-            "or my_module:my_net(...) (default: cnn; gpt for text)",
-        ),
-        Setting(
-            "algorithms",
-            str,
-            "LIST",
-            "names or calls, also my_module:my_algorithm, separated by commas, or none "
-            "(default: mixup,label_smoothing,selective_backprop; none for text)",
-        ),
-        Setting(
-            "loss",
-            str,
-            None,
-            f"{' or '.join(LOSSES)}, for images (default: cross_entropy; binary_cross_entropy with --recipe)",
-            "cross_entropy",
-        ),
-        Setting(
-            "optimizer",
-            str,
-            "CALL",
-            "sgd, adam, adamw, decoupled_sgdw, decoupled_adamw, rmsprop, adafactor or lion, such as "
-            "sgd(lr=0.1, momentum=0.9), or that of a recipe (default: depends on the data)",
-        ),
-        Setting(
-            "schedule",
-            str,
-            "CALL",
-            "factor of the learning rate: constant, linear, cosine, cosine_warm_restarts, polynomial, exponential, "
-            "step or multi_step, such as cosine(warmup=0.1dur) (default: depends on the data)",
-        ),
-        Setting(
-            "duration",
-            str,
-            "TIME",
-            "length of the run: 20ep, 500ba, 10000sp, or for text 1e6tok (default: depends on the data)",
-        ),
-        Setting(
-            "scale_schedule", float, "RATIO", "scale duration and schedules: 0.5 for half the time (default: 1)", 1.0
-        ),
-        Setting("batch_size", int, "N", "examples per batch (default: depends on the data)"),
-        Setting(
-            "limit_batches", str, "N", "at most N batches per epoch and evaluation; 0.1 for a tenth (default: all)"
-        ),
-        Setting(
-            "microbatches",
-            str,
-            "N",
-            "slices of a batch, to save memory; auto doubles them until a batch fits (default: 1)",
-            "1",
-        ),
-        Setting("seed", int, "N", "seed of weights, data order and all draws (default: 0)", 0),
-        Setting(
-            "seeds", int, "N", "train N networks at once, a population with this seed and the next ones (default: 1)", 1
-        ),
-        Setting("precision", str, None, "fp32, tf32, bf16 or fp16 (default: fp32)", "fp32"),
-        Setting("compile", bool, None, "compile the step; pays off on a GPU and for long runs", False),
-        Setting("device", str, None, "cpu, cuda, mps, ... (default: cpu)", "cpu"),
-        Setting("threads", int, "N", "CPU threads; other numbers give other bits (default: depends on the data)"),
-        Setting("eval_every", str, "TIME", "how often to evaluate: 1ep, 100ba, 0.1dur (default: 1ep)", "1ep"),
-        Setting(
-            "validation",
-            float,
-            "SHARE",
-            "share of the training data to set aside for --patience and the best checkpoint (default: 0)",
-            0.0,
-        ),
-        Setting("patience", str, "TIME", "stop when the loss has not improved for this time: 3ep (default: never)"),
-        Setting(
-            "checkpoint_every",
-            str,
-            "TIME",
-            "with --out: how often to write a checkpoint: 1ep, 500ba, 10m (default: 1ep)",
-            "1ep",
-        ),
-        Setting(
-            "keep",
-            str,
-            "N",
-            "with --out: keep the N newest checkpoints, or with log some of the whole run, and the best (default: 3)",
-            "3",
-        ),
-    )
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adafactor": optim.adafactor,
+    "adam": optim.adam,
+    "adamw": optim.adamw,
+    "decoupled_adamw": optim.decoupled_adamw,
+    "decoupled_sgdw": optim.decoupled_sgdw,
+    "lion": optim.lion,
+    "recipe": _of_recipe,
+    "rmsprop": optim.rmsprop,
+    "sgd": optim.sgd,
+}
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "constant": schedule.constant,
+    "cosine": schedule.cosine,
+    "cosine_warm_restarts": schedule.cosine_warm_restarts,
+    "exponential": schedule.exponential,
+    "linear": schedule.linear,
+    "multi_step": schedule.multi_step,
+    "polynomial": schedule.polynomial,
+    "step": schedule.step,
 }
 
 
-def add_allow_imports(command: argparse.ArgumentParser) -> None:
-    """Add the option that allows importing code that a file names."""
-    command.add_argument(
-        "--allow-imports",
-        action="store_true",
-        help="import code (my_module:name) that the settings of a run or of a --config file name",
-    )
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run. Together they define the bits of its result.
+
+    Attributes:
+        data: Training and test data: digits, an MNIST-like .npz file, a folder of IDX files or of images by class, a
+            text file *.txt, or my_module:my_data.
+        length: For text: characters per window, which is one example (default: 128).
+        vocabulary: For text: the characters in the order of their numbers (default: the file's, sorted).
+        model: Network, with options: cnn(width=8); also timm:NAME, transformers:CLASS(...) or my_module:my_net(...)
+            (default: cnn; gpt for text).
+        algorithms: Names or calls, separated by commas, also my_module:my_algorithm; or none; the command algorithms
+            lists the names (default: mixup,label_smoothing,selective_backprop; none for text).
+        loss: Loss for images.
+        optimizer: Optimizer, such as sgd(lr=0.1, momentum=0.9) (default: depends on the data).
+        schedule: Factor of the learning rate, such as cosine(warmup=0.1dur) (default: depends on the data).
+        duration: Length of the run: 20ep, 500ba, 10000sp, or for text 1e6tok (default: depends on the data).
+        scale_schedule: Ratio by which duration and schedules are scaled, such as 0.5 for half the time.
+        batch_size: Examples per batch (default: depends on the data).
+        limit_batches: At most N batches per epoch and evaluation; 0.1 for a tenth (default: all).
+        microbatches: Slices of a batch, to save memory; auto doubles them until a batch fits.
+        seed: Seed of weights, data order and all draws.
+        seeds: Train N networks at once, a population with this seed and the next ones.
+        precision: Precision of the forward pass.
+        compile: Compile the step; pays off on a GPU and for long runs.
+        device: Device of the tensors.
+        threads: CPU threads; other numbers give other bits (default: depends on the data).
+        eval_every: How often to evaluate: 1ep, 100ba, 0.1dur.
+        validation: Share of the training data to set aside for --patience and the best checkpoint.
+        patience: Stop when the loss has not improved for this time: 3ep (default: never).
+        checkpoint_every: With --out: how often to write a checkpoint: 1ep, 500ba, 10m.
+        keep: With --out: keep the N newest checkpoints, or with log some of the whole run, and the best.
+    """
+
+    _: KW_ONLY
+    data: str = "digits"
+    length: Number | None = None
+    vocabulary: Annotated[str, Shown("CHARACTERS")] | None = None
+    model: Annotated[str, Shown("MODEL", tuple(MODELS))] | None = None
+    algorithms: Annotated[str, Shown("LIST", ("none", *sorted(FACTORIES)))] | None = None
+    loss: Annotated[str, Shown("LOSS", tuple(LOSSES))] = "cross_entropy"
+    optimizer: Annotated[str, Shown("CALL", tuple(OPTIMIZERS))] | None = None
+    schedule: Annotated[str, Shown("CALL", tuple(SCHEDULES))] | None = None
+    duration: Time | None = None
+    scale_schedule: Annotated[float, Shown("RATIO")] = 1.0
+    batch_size: Number | None = None
+    limit_batches: Annotated[str, Shown("N")] | None = None
+    microbatches: Annotated[str, Shown("N")] = "1"
+    seed: Number = 0
+    seeds: Number = 1
+    precision: Annotated[str, Shown("PRECISION", tuple(PRECISIONS))] = "fp32"
+    compile: bool = False
+    device: Annotated[str, Shown("DEVICE", ("cpu", "cuda", "mps"))] = "cpu"
+    threads: Number | None = None
+    eval_every: Time = "1ep"
+    validation: Annotated[float, Shown("SHARE")] = 0.0
+    patience: Time | None = None
+    checkpoint_every: Time = "1ep"
+    keep: Annotated[str, Shown("N")] = "3"
 
 
-def add_settings(command: argparse.ArgumentParser) -> None:
-    """Add options for all settings, and for other sources of settings."""
-    add_allow_imports(command)
-    group = command.add_argument_group("settings of the run (defaults in brackets)")
-    for setting in SETTINGS.values():
-        if setting.kind is bool:
-            group.add_argument(setting.option, action="store_const", const=True, help=setting.help)
-        else:
-            group.add_argument(setting.option, type=_READ[setting.kind], metavar=setting.metavar, help=setting.help)
-    group.add_argument(
-        "--recipe",
-        choices=tuple(RECIPES),
-        help="use the methods and the other settings of a recipe, unless an option says otherwise; hot leaves out the "
-        "published one's BlurPool, channels last and EMA. With the digits: --recipe hot --model resnet20",
-    )
-    group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here override it")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="one setting, or one argument in it: duration=5ep, optimizer.lr=0.01, mixup.alpha=0.4; overrides "
-        "all others",
-    )
+SETTINGS = {
+    name: parts_of(hint)[0] for name, hint in get_type_hints(Settings, include_extras=True).items() if name != "_"
+}
+"""The type of each setting."""
 
 
-def named(text: str) -> str:
-    """Return the name of a file or folder in an option; raise if it is empty, as from an unset shell variable."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a name, got an empty string")
-    return text
+@dataclass(frozen=True)
+class Given:
+    """The settings on the command line, and the sources of others.
+
+    Attributes:
+        values: Settings of the run (defaults in brackets).
+        recipe: Use the methods and the other settings of a recipe, unless an option says otherwise; hot leaves out the
+            published one's BlurPool, channels last and EMA. With the digits: --recipe hot --model resnet20.
+        config: TOML file of settings; options given here override it.
+        set: One setting, or one argument in it: duration=5ep, optimizer.lr=0.01, mixup.alpha=0.4; overrides all others.
+        allow_imports: Import code (my_module:name) that the settings of a run or of a --config file name.
+    """
+
+    _: KW_ONLY
+    values: Annotated[dict[str, Any], Settings]
+    recipe: Annotated[str, Shown("RECIPE", tuple(RECIPES))] | None = None
+    config: File | None = None
+    set: list[Annotated[str, Shown("KEY=VALUE")]] = dataclasses.field(default_factory=list)
+    allow_imports: bool = False
+
+    @property
+    def allowed(self) -> Collection[str] | None:
+        """The names of code that may be imported; `None` for all."""
+        pairs = (text.partition("=") for text in self.set)
+        return allowed_by(self.values | {key: value for key, _, value in pairs}, self.allow_imports)
+
+    def chosen(self, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the settings that `--set`, an option, a recipe, a file or an earlier run determine, without defaults.
+
+        Arguments of calls, as in `--set mixup.alpha=0.4`, are under "within".
+        """
+        found = dict(earlier or {})
+        if self.config is not None:
+            found |= read_config(Path(self.config))
+        if self.recipe is not None:
+            if "algorithms" in self.values:
+                raise UsageError(
+                    "--recipe: a recipe is a list of algorithms, as is --algorithms; give one of the two "
+                    "(docs/algorithms.md lists the recipes' methods)"
+                )
+            found |= _recipe_settings(self.recipe)
+        values, within = _set_values(self.set)
+        return found | self.values | values | ({"within": within} if within else {})
 
 
-def whole(text: str) -> int:
-    """Return a whole number in an option, or raise with a message for users."""
-    return _read(int, text)
+def with_arguments(settings: dict[str, Any], algorithms: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Return complete settings with the arguments under "within" put into the calls.
+
+    Args:
+        settings: The settings.
+        algorithms: Factories of algorithms by name, whose signatures name positional arguments.
+    """
+    settings = dict(settings)
+    factories = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "model": MODELS}
+    for name, arguments in settings.pop("within", {}).items():
+        where = ", ".join(f"{name}.{argument}" for argument in arguments)
+        try:
+            if name in factories:
+                settings[name] = str(_set(specs.parse_one(settings[name]), arguments, factories[name], name))
+                continue
+            calls = specs.parse(settings["algorithms"])
+            if name not in [call.name for call in calls]:
+                known = ", ".join([*factories, *[call.name for call in calls]])
+                raise UsageError(f"--set: {where}: there is no {name} in this run; there are {known}")
+            changed = [_set(call, arguments, algorithms, "algorithm") if call.name == name else call for call in calls]
+            settings["algorithms"] = ", ".join(map(str, changed))
+        except (specs.SpecError, TypeError) as error:
+            raise UsageError(f"--set: {where}: {error}") from error
+    return settings
 
 
-def check_target(option: str, path: str) -> None:
-    """Check, before the work begins, that its result can be written to a path."""
-    target = Path(path)
-    if target.is_dir():
-        raise UsageError(f"{option}: {path} is a folder; expected a file's name")
-    if not target.parent.is_dir():
-        raise UsageError(f"{option}: {path}: there is no folder {target.parent}; create it, or choose another")
+def _set(call: specs.Call, arguments: Mapping[str, Any], factories: Mapping[str, Any], kind: str) -> specs.Call:
+    """Return a call with other arguments; raise if these are wrong."""
+    if kind == "model":
+        if call.name in factories:
+            check_options(call.name, arguments)
+        return dataclasses.replace(call, kwargs={**call.kwargs, **arguments})
+    named = specs.by_name(call, factories)
+    changed = dataclasses.replace(named, kwargs={**named.kwargs, **arguments})
+    specs.build(changed, factories, kind)
+    return changed
 
 
-KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-"""The kinds of settings, as error messages name them."""
+def settings_of(run: Path) -> dict[str, Any]:
+    """Return the settings in the folder of a run."""
+    config = run / "config.toml"
+    if not config.exists():
+        why = "it has no config.toml" if run.exists() else "it does not exist"
+        raise UsageError(f"{run} is not a run's folder: {why}; create one with train --out FOLDER")
+    return read_config(config, option="")
 
-_READ: dict[type, Callable[[str], Any]] = {int: whole, float: lambda text: _read(float, text), str: str}
 
+def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
+    """Return the settings in a TOML file, at the top level or in a table [train].
 
-def _read(kind: type[Any], text: str) -> Any:
+    Args:
+        path: The file.
+        option: Beginning of the messages. If it is empty, the file is from a run's folder, which another person may
+            have prepared: only a regular file of limited size is read.
+    """
     try:
-        return kind(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected {KINDS[kind]}, got {text!r}") from error
+        content = tomllib.loads(path.read_text("utf-8") if option else read_whole(path, 2**20).decode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"{option}{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{option}{path} is not valid TOML: {error}") from error
+    content = content.get("train", content)
+    if not isinstance(content, dict):
+        raise UsageError(f"{option}{path}: expected settings such as duration = '5ep'")
+    pairs = ((name.replace("-", "_"), value) for name, value in content.items())
+    return {name: _checked(name, value, f"{option}{path}") for name, value in pairs}
+
+
+def command_of(settings: Settings, out: str | None) -> str:
+    """Return the command that repeats a run."""
+    words = ["python", "-m", "purecompose", "train"]
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value is not None and value != field.default:
+            words += [option_of(field.name)] if value is True else [option_of(field.name), str(value)]
+    return shlex.join(words + ([] if out is None else ["--out", out]))
+
+
+def _recipe_settings(name: str) -> dict[str, Any]:
+    """Return the settings that a recipe determines."""
+    with reported_as("--recipe"):
+        made = recipe(name)
+    found: dict[str, Any] = {
+        "algorithms": ", ".join(map(repr, made.methods)) or "none",
+        "loss": next(text for text, loss in LOSSES.items() if loss == made.loss),
+        "duration": made.duration,
+        "batch_size": made.batch_size,
+        "precision": made.precision,
+    }
+    if made.optimizer is not None:
+        found |= {"optimizer": f"recipe({name!r})", "schedule": "constant"}
+    return {setting: value for setting, value in found.items() if value is not None}
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    """Return a setting's value converted to its type."""
+    if name not in SETTINGS:
+        hint = specs.did_you_mean(name, SETTINGS) or f" there are {', '.join(SETTINGS)}"
+        raise UsageError(f"{where}: there is no setting {name!r};{hint}")
+    kind = SETTINGS[name]
+    if name == "algorithms" and isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if kind is str and type(value) in (int, float) or kind is float and type(value) is int:
+        return kind(value)
+    if type(value) is not kind:
+        raise UsageError(f"{where}: {name}: expected {KINDS[kind]}, got {value!r}")
+    return value
+
+
+def _set_values(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the settings of `--set`, and the arguments of calls, by the call's name."""
+    found: dict[str, Any] = {}
+    within: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set: {text}: expected KEY=VALUE, such as duration=5ep")
+        name, dot, argument = key.strip().replace("-", "_").partition(".")
+        if dot:
+            within.setdefault(name, {})[argument] = _value(value)
+        else:
+            found[name] = _checked(name, _value(value), "--set")
+    return found, within
+
+
+def _value(text: str) -> Any:
+    """Return the TOML value of a text, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()

@@ -104,7 +104,7 @@ def test_compare_names_versions_that_prevent_a_replay(run: Run, monkeypatch: pyt
         (("replay", "a", "--at", "soon"), "cannot read the time 'soon'"),
         (("replay", "nothing", "--at", "1ba"), "nothing"),
         (("explain", "a", "--at", "0"), "no batch led there"),
-        (("bisect", "a", "--until", "not_finite"), "one of the arguments --stays --passes is required"),
+        (("bisect", "a", "--until", "not_finite"), "bisect needs one of --stays, if what is true stays true"),
         (("bisect", "a", "--until", "weight_norm_above(1.0, 'x')", "--stays"), "no parameter has a name like 'x'"),
         (("bisect", "a", "--until", "not_finit", "--stays"), "did you mean 'not_finite'"),
         (("compare", "a", "nothing"), "nothing has no checkpoints"),

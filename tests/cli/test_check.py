@@ -110,22 +110,25 @@ def test_json(here, capsys) -> None:
     [
         (
             "cli_algorithms:god",
-            "cli_algorithms:god: module 'cli_algorithms' has no attribute 'god'; did you mean 'good'?",
+            "cli_algorithms:god: the module cli_algorithms has no 'god'; did you mean 'good'?",
         ),
         ("cli_algoritms:good", "there is no module 'cli_algoritms' here; did you mean 'cli_algorithms'?"),
-        ("cli_algorithms.py:good", "expected a module's name, not a file's, such as cli_algorithms:my_algorithm"),
-        ("cli_missing:good", "cli_missing:good: No module named 'no_such_package' ("),
-        ("cli_syntax:good", "cli_syntax:good: SyntaxError: "),
+        ("cli_algorithms.py:good", "expected a module's name, not a file's, such as cli_algorithms:good"),
+        (
+            "cli_missing:good",
+            "cli_missing cannot be imported: ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        ("cli_syntax:good", "cli_syntax:good: cli_syntax cannot be imported: SyntaxError: "),
         ("cli_algorithms:number", "cli_algorithms:number is 3 (int), expected an Algorithm"),
         ("cli_algorithms:takes_much", "has required arguments (amount)"),
-        ("cli_algorithms:failing", "cli_algorithms:failing: LookupError: no such thing ("),
+        ("cli_algorithms:failing", "cli_algorithms:failing: LookupError: no such thing"),
         ("mixpu(0.2)", "did you mean 'mixup'?"),
         ("mixup(-1)", "mixup: alpha: expected"),
         ("cli_algorithms", "write your own as my_module:my_algorithm"),
         ("cli_algorithms:good --laws determinstic", "no law is called 'determinstic'; did you mean 'deterministic'?"),
         ("cli_algorithms:good --tasks vector", "no task is called 'vector'; did you mean 'vectors'?"),
-        ("cli_algorithms:good --max-examples 0", "--max-examples: expected an int >= 1, got 0"),
-        ("cli_algorithms:good --neutral cli_algorithms:god", "has no attribute 'god'"),
+        ("cli_algorithms:good --max-examples 0", "max_examples: expected an int >= 1, got 0"),
+        ("cli_algorithms:good --neutral cli_algorithms:god", "has no 'god'"),
         ("cli_algorithms:good mixup(0.2) --neutral mixup(0)", "--neutral: expected one algorithm, got 2"),
         ("cli_algorithms:good --json nowhere/report.json", "--json: nowhere/report.json: there is no folder nowhere"),
     ],
@@ -141,7 +144,7 @@ def test_all_is_every_shipped_algorithm(here, capsys, monkeypatch) -> None:
     from purecompose.testing.shipped import SHIPPED
 
     few = {name: SHIPPED[name] for name in [*SHIPPED][:3]}  # test_shipped_laws.py checks all of them
-    monkeypatch.setattr("purecompose.cli.check.SHIPPED", few)
+    monkeypatch.setattr("purecompose.testing.shipped.SHIPPED", few)
     arguments = ("all", "--laws", "input_untouched", "--max-examples", "1", "--json", "-")
     status, out, _ = run(capsys, *arguments)
     assert status == 0 and len(json.loads(out)["reports"]) == sum(len(row.examples) for row in few.values())
@@ -158,10 +161,10 @@ def test_without_hypothesis_one_line_says_what_to_install(here, capsys, monkeypa
 
 
 def test_progress_is_only_shown_on_a_terminal(here, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     status, _, err = run(capsys, "cli_algorithms:good", *QUICK, "--json", "-")
-    assert status == 0 and "[1/2] input_untouched" in err and "[2/2] deterministic" in err
-    assert err.endswith("\r\x1b[K")  # the line is erased at the end
+    assert status == 0 and "[2/2] deterministic  good()" in err
 
 
 @pytest.mark.slow

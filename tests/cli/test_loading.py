@@ -12,16 +12,21 @@ from torch import nn
 
 from purecompose import State, losses, optim
 from purecompose.cli import load_run
-from purecompose.cli.kinds import IMAGES, TEXT
-from purecompose.cli.loading import index_of, settings_for
-from purecompose.cli.settings import UsageError
-from purecompose.cli.telling import print_results
+from purecompose.cli.data import IMAGES, TEXT
+from purecompose.cli.options import UsageError
+from purecompose.cli.results import KeptRun, checkpoint_of
+from purecompose.cli.settings import Settings
+from purecompose.cli.training import print_results
 from purecompose.run.saving import save
 from purecompose.run.saving.files import to_json
 from purecompose.run.saving.folder import read_index
 
 
 NAN = math.nan
+
+
+def index_of(run: Any, which: str, kind: Any) -> Any:
+    return read_index(checkpoint_of(run, which, kind))
 
 
 def make_state() -> State:
@@ -92,7 +97,7 @@ def test_a_checkpoint_is_found_from_any_working_directory(
         (run / "checkpoints" / "ep0001-ba00000002", "../ep0001-ba00000001"),
     ]:
         monkeypatch.chdir(where)
-        assert settings_for(path, None)["seed"] == 7
+        assert KeptRun(path).settings()["seed"] == 7
         assert index_of(path, "newest", IMAGES).metrics == {"eval/loss": 1.0}
         assert index_of(path, "ep0001-ba00000001", IMAGES).metrics == {"eval/loss": 1.0}
 
@@ -129,7 +134,6 @@ def test_the_table_at_the_end_has_the_best_number(
     setup: Any = SimpleNamespace(kind=IMAGES, watched="val", stop=None, step=None, evaluators=(test,), test_data=[1, 2])
     history: Any = SimpleNamespace(series=lambda name: (list(range(1, len(values) + 1)), list(values)))
     stopwatch: Any = SimpleNamespace(seconds=1.0, training_seconds=1.0, batches=3, batches_per_second=3.0)
-    settings = {"seeds": 1, "threads": 1, "limit_batches": None}
-    print_results(setup, make_state(), history, stopwatch, settings, None)
+    print_results(setup, make_state(), history, stopwatch, Settings(threads=1))
     out = capsys.readouterr().out
     assert told in out if told is not None else "best validation" not in out

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from purecompose.cli import load_run, main
-from purecompose.cli.settings import UsageError
+from purecompose.cli.options import UsageError
 from tests.sampling import one_in
 
 

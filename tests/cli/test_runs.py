@@ -15,7 +15,7 @@ import torch
 
 from purecompose import Event, evaluate, fit, metrics, to_module, tree
 from purecompose.cli import load_run, main
-from purecompose.cli.settings import UsageError
+from purecompose.cli.options import UsageError
 from purecompose.records import RunFolder
 from purecompose.run.saving import folder
 from tests.sampling import one_in

@@ -10,8 +10,8 @@ import torch
 
 from purecompose import compose, data, loop_events, losses, optim, schedule
 from purecompose.algorithms import FACTORIES
-from purecompose.cli import kinds, main
-from purecompose.cli.telling import checksum
+from purecompose.cli import data as data_of_runs, main
+from purecompose.cli.training import checksum
 from purecompose.core.state import State
 from purecompose.nn import models
 
@@ -140,8 +140,14 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--set", "mixup.alpha=-1"], "--set: mixup.alpha: mixup: alpha: expected "),
         (["train", "--set", "optimizer.lrr=1"], "--set: optimizer.lrr: adam has no parameter 'lrr'; "),
         (["train", "--set", "model.widht=3"], "--set: model.widht: cnn has no option 'widht'; did you mean 'width'?"),
-        (["train", "--algorithms", "mixup(alpha=-1)", "--set", "mixup.interpolate_loss=True"], "--algorithms: mixup"),
-        (["train", "--optimizer", "sgd", "--set", "optimizer.momentum=0.9"], "--optimizer: sgd: missing a required"),
+        (
+            ["train", "--algorithms", "mixup(alpha=-1)", "--set", "mixup.interpolate_loss=True"],
+            "--set: mixup.interpolate_loss: mixup: alpha",
+        ),
+        (
+            ["train", "--optimizer", "sgd", "--set", "optimizer.momentum=0.9"],
+            "optimizer.momentum: sgd: missing a required",
+        ),
         (["train", "--algorithms", "mixup(alpha=-1)"], "--algorithms: mixup"),
         (["train", "--data", "digit"], "--data: "),
         (["train", "--model", "cn"], "did you mean 'cnn'?"),
@@ -213,7 +219,7 @@ FAILING = {
     ),
     "progressive_resizing": (
         "RuntimeError: ",  # torch's own words differ
-        "[64, 1, 4, 4], int64[64]); the network was made for inputs [1, 8, 8], which a method has changed (--",
+        "[64, 1, 4, 4], int64[64]); the data have inputs [1, 8, 8], before a method changes them (--",
     ),
 }
 
@@ -235,7 +241,7 @@ def test_several_lines_of_an_error_become_one(capsys, monkeypatch) -> None:
     def failing(*_: object, **__: object) -> None:
         raise ValueError("one\n  two\n\nand much more")
 
-    monkeypatch.setattr("purecompose.cli.train.fit", failing)
+    monkeypatch.setattr("purecompose.cli.training.fit", failing)
     assert main(["train", "--quiet"]) == 1
     expected = "python -m purecompose train: error: ValueError: one two (--traceback shows where in the code)\n"
     assert capsys.readouterr().err == expected
@@ -245,7 +251,7 @@ def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("purecompose.cli.train.fit", interrupted)
+    monkeypatch.setattr("purecompose.cli.training.fit", interrupted)
     assert main(["train", "--quiet"]) == 130
     assert capsys.readouterr().err == "python -m purecompose train: interrupted\n"
 
@@ -348,7 +354,7 @@ def test_epochs_and_evaluations_may_be_limited(capsys, monkeypatch) -> None:
     arguments = ("train", "--model", "mlp", "--quiet", "--algorithms", "none", "--duration", "2ep", "--limit-batches")
     assert re.search(r"steps\W+6,", run(capsys, *arguments, "3"))
     assert re.search(r"steps\W+4,", run(capsys, *arguments, "0.1"))  # of 22
-    monkeypatch.setattr(kinds, "_EVAL_IMAGES", 100)  # of 360 examples
+    monkeypatch.setattr(data_of_runs, "_EVAL_IMAGES", 100)  # of 360 examples
     assert re.search(r"tested on\W+2 of 4 batches", run(capsys, *arguments, "0.5"))
     whole = run(capsys, *arguments, "1.0")
     assert re.search(r"steps\W+44,", whole) and "tested on" not in whole

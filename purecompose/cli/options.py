@@ -1,0 +1,206 @@
+"""Command lines from functions: the signature of a command gives its arguments, its docstring their help.
+
+    def replay(run: Run, *, at: Time, out: Folder | None = None) -> None:
+        '''Compute the state of a run at any batch, from its checkpoints.
+
+        Args:
+            run: Folder of a run.
+            at: Point of the run: 1234ba, 3ep, 0.5dur.
+            out: Save the state there, as a checkpoint.
+
+        Examples:
+            python -m purecompose replay runs/a --at 1234ba
+        '''
+
+A parameter that is only passed by name is an option, `--at`; the others are positional. A `bool` is a flag, a
+`Literal` a choice, a `list` may be repeated. A dataclass stands for its fields, and a `dict` annotated with one for
+those that are given.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+
+class UsageError(Exception):
+    """An invalid option; the message is one line."""
+
+
+@contextmanager
+def reported_as(option: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn an error about an option's value into a `UsageError` of one line that begins with the option, if any.
+
+    Args:
+        option: The option, or "".
+        kinds: The errors; by default those of wrong values and of files.
+    """
+    wrong = kinds or (TypeError, ValueError, OSError)
+    try:
+        yield
+    except wrong as error:
+        raise UsageError(f"{option}: {one_line(error)}" if option else one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks."""
+    return " ".join(str(error).split())
+
+
+def check_target(option: str, path: str) -> None:
+    """Check, before the work begins, that its result can be written to a path."""
+    target = Path(path)
+    if target.is_dir():
+        raise UsageError(f"{option}: {path} is a folder; expected a file's name")
+    if not target.parent.is_dir():
+        raise UsageError(f"{option}: {path}: there is no folder {target.parent}; create it, or choose another")
+
+
+class Shown(NamedTuple):
+    """How a value is written in the help, and what a shell may complete it to."""
+
+    metavar: str | None = None
+    names: tuple[str, ...] = ()
+    """Names that a shell completes and the help lists; other values are possible."""
+    bare: str | None = None
+    """The value of an option that is given without one."""
+
+
+Number = Annotated[int, Shown("N")]
+Real = Annotated[float, Shown("NUMBER")]
+Text = Annotated[str, Shown("TEXT")]
+List = Annotated[str, Shown("LIST")]
+Time = Annotated[str, Shown("TIME")]
+Run = Annotated[str, Shown("RUN")]
+File = Annotated[str, Shown("FILE")]
+Folder = Annotated[str, Shown("FOLDER")]
+
+KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+"""What messages call the types of values."""
+
+
+def parts_of(hint: Any) -> tuple[Any, Any]:
+    """Return the type of a parameter, without `None`, and its annotation: a `Shown` or a dataclass."""
+    if NoneType in get_args(hint):
+        (hint,) = (one for one in get_args(hint) if one is not NoneType)
+    if get_origin(hint) is Annotated:
+        kind, note, *_ = get_args(hint)
+        return kind, note
+    return hint, Shown()
+
+
+def option_of(name: str) -> str:
+    """Return the option for a parameter, such as "--batch-size"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_options(parser: Any, owner: Callable[..., Any], *, if_given: bool = False) -> None:
+    """Add the arguments of a function, or the fields of a dataclass, to a parser.
+
+    Args:
+        parser: The parser, or a group of one.
+        owner: The function or dataclass.
+        if_given: True to leave out of the result what is not given.
+    """
+    hints, words = get_type_hints(owner, include_extras=True), _documented(owner)
+    for name, parameter in inspect.signature(owner).parameters.items():
+        kind, note = parts_of(hints[name])
+        if isinstance(note, type):
+            add_options(parser.add_argument_group(words[name].rstrip(".")), note, if_given=True)
+        elif dataclasses.is_dataclass(kind):
+            add_options(parser, kind)  # pyright: ignore[reportArgumentType]
+        else:
+            _add_option(parser, parameter, kind, note, words[name], if_given=if_given)
+
+
+def _add_option(
+    parser: Any, parameter: inspect.Parameter, kind: Any, note: Shown, words: str, *, if_given: bool
+) -> None:
+    name, default = parameter.name, parameter.default
+    is_required, is_option = default is parameter.empty, parameter.kind is parameter.KEYWORD_ONLY
+    given: dict[str, Any] = {"default": argparse.SUPPRESS if if_given else None if is_required else default}
+    if kind is bool:
+        given |= {"action": "store_true"}
+    else:
+        is_list = get_origin(kind) is list
+        value, note = parts_of(get_args(kind)[0]) if is_list else (kind, note)
+        given |= {"action": "append", "default": []} if is_list and is_option else {"nargs": "+"} if is_list else {}
+        if get_origin(value) is Literal:
+            given["choices"] = get_args(value)
+        else:
+            given |= {"type": _reader(value, note), "metavar": note.metavar}
+            given |= {"choices": _Names(note.names)} if note.names else {}
+        if note.bare is not None:
+            given |= {"nargs": "?", "const": note.bare}
+    words, by_default, its_default = words.rstrip(".").partition(" (default: ")
+    if note.names and len(note.names) <= _MOST_NAMES:
+        words += f": {', '.join(note.names)}"
+    if type(default) in (int, float, str):
+        by_default, its_default = " (default: ", f"{default})"
+    words += by_default + its_default
+    if is_option:
+        parser.add_argument(option_of(name), dest=name, required=is_required, help=words.replace("%", "%%"), **given)
+    else:
+        given |= {} if is_required or "nargs" in given else {"nargs": "?"}
+        parser.add_argument(name, help=words.replace("%", "%%"), **given)
+
+
+_MOST_NAMES = 12
+"""Number of names up to which the help lists them."""
+
+
+class _Names(tuple[str, ...]):
+    """Choices that are only suggestions: every other value is accepted, too."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def _reader(kind: type, note: Shown) -> Callable[[str], Any]:
+    """Return the function that converts the text of an argument."""
+
+    def read(text: str) -> Any:
+        if not text and note.metavar in ("FILE", "FOLDER", "RUN"):  # as from an unset shell variable
+            raise argparse.ArgumentTypeError("expected a name, got an empty string")
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"expected {KINDS[kind]}, got {text!r}") from error
+
+    return read
+
+
+def arguments_of(owner: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function or a dataclass, from the values of all options."""
+    hints, found = get_type_hints(owner, include_extras=True), {}
+    for name in inspect.signature(owner).parameters:
+        kind, note = parts_of(hints[name])
+        if isinstance(note, type):
+            found[name] = {field.name: given[field.name] for field in dataclasses.fields(note) if field.name in given}
+        else:
+            is_group = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+            found[name] = kind(**arguments_of(kind, given)) if is_group else given[name]
+    return found
+
+
+def summary_of(command: Callable[..., Any]) -> str:
+    """Return the first line of a command's docstring, without its full stop."""
+    return (inspect.getdoc(command) or "").partition("\n")[0].rstrip(".")
+
+
+def examples_of(command: Callable[..., Any]) -> str | None:
+    """Return the examples in a command's docstring, if any."""
+    _, found, examples = (inspect.getdoc(command) or "").partition("\nExamples:\n")
+    return f"examples:\n{examples}" if found else None
+
+
+def _documented(owner: Callable[..., Any]) -> dict[str, str]:
+    """Return the words for each argument in a docstring."""
+    _, _, text = re.split(r"^(Args|Attributes):\n", f"{inspect.getdoc(owner)}\n", maxsplit=1, flags=re.M)
+    entries = re.findall(r"^    (\w+): (.+\n(?:        .+\n)*)", text.partition("\nExamples:")[0], re.M)
+    return {name: " ".join(words.split()) for name, words in entries}

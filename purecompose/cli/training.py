@@ -1,0 +1,362 @@
+"""`train`: a run from its settings to the final table, or one that is resumed with those it began with."""
+
+import dataclasses
+import hashlib
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose._support import specs
+from purecompose._support.device import bfloat16_units
+from purecompose._support.messages import say
+from purecompose.cli.data import TEXT
+from purecompose.cli.options import Folder, Shown, UsageError, option_of, reported_as
+from purecompose.cli.processes import Processes, processes_here
+from purecompose.cli.settings import Given, Settings, command_of, read_config
+from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
+from purecompose.core.state import State
+from purecompose.data import TextData
+from purecompose.errors import CheckpointError, MismatchError
+from purecompose.observers import History, NaNs, Progress, Stopwatch
+from purecompose.records import RunFolder
+from purecompose.records.layout import CONFIG, REPORT
+from purecompose.run.fit import fit
+from purecompose.run.saving import Checkpoints
+from purecompose.run.saving.folder import CHECKPOINTS, all_in, name_at
+from purecompose.surgery.summary import summary as summary_of
+from purecompose.transforms.compilation import CompiledStep
+from purecompose.transforms.population import unstack_states
+from purecompose.transforms.sharding.placing import whole
+
+
+class RunError(Exception):
+    """An error that has stopped a run, or files that are missing from its folder, in one line."""
+
+
+def train(
+    given: Given,
+    *,
+    out: Folder | None = None,
+    resume: bool = False,
+    plan: bool = False,
+    summary: bool = False,
+    fast_dev_run: bool = False,
+    quiet: bool = False,
+    shard: Annotated[Literal["step", "layer"], Shown(bare="step")] | None = None,
+    traceback: bool = False,
+) -> None:
+    """Train a network and show its accuracy, speed and checksum.
+
+    Args:
+        given: The settings of the run.
+        out: Keep records, checkpoints and a report there.
+        resume: With --out: continue the run there, if one exists.
+        plan: Print the plan and exit.
+        summary: Print the network's layers and exit.
+        fast_dev_run: Train and evaluate one batch each, without writing files; methods that start later do not act.
+        quiet: Print only the final table.
+        shard: Under torchrun: divide parameters and the optimizer's memory among the processes, and gather parameters
+            once a step, or layer by layer (default without a value: step).
+        traceback: If a step fails, show the traceback and not only one line.
+
+    Examples:
+        python -m purecompose train --duration 5ep --out runs/a
+        python -m purecompose train --config runs/a/config.toml --set optimizer.lr=0.01 --set mixup.alpha=0.4
+        python -m purecompose train --out runs/a --resume
+    """
+    processes = processes_here()
+    if fast_dev_run and (out is not None or resume):
+        raise UsageError("--fast-dev-run: it trains one batch and keeps nothing; leave out --out and --resume")
+    with processes.folder(out, is_divided=shard is not None) as folder, ExitStack() as stack:
+        earlier = _earlier_settings(folder) if resume else {}
+        found = given.chosen(earlier)
+        settings, data = completed(found, allowed=given.allowed)
+        _check_unchanged(settings, earlier)
+        if fast_dev_run:
+            settings = dataclasses.replace(settings, duration="1ba", limit_batches="1")
+        stack.enter_context(arithmetic_of(settings))
+        stack.enter_context(processes.joined(settings.device))
+        setup = prepare(settings, data, processes, shard)
+        if plan or summary:
+            batch = next(iter(setup.train_data))
+            first = setup.state if settings.seeds == 1 else unstack_states(setup.state)[0]
+            say(setup.step.plan(setup.state, batch) if plan else summary_of(first, batch))
+            return
+        stack.enter_context(nullcontext() if traceback else _reported_in_one_line(setup, given.recipe))
+        stack.enter_context(_reported_as_settings(settings, earlier, folder))
+        # A text's vocabulary usually follows from its file.
+        typed = settings if "vocabulary" in found else dataclasses.replace(settings, vocabulary=None)
+        place = None if folder is None else _Place(folder, str(out), command_of(typed, out), resume)
+        _run(settings, setup, place, processes, None if quiet else changes(settings, earlier))
+
+
+class _Place(NamedTuple):
+    """Where a run is kept."""
+
+    path: Path
+    """Its folder, or the local copy of one in remote storage."""
+    named: str
+    """The folder as the user has given it."""
+    command: str
+    """The command that repeats the run."""
+    resume: bool
+
+    def opened(self, settings: Settings) -> RunFolder:
+        """Return the folder, opened for records."""
+        with reported_as("--out"):
+            try:
+                config = dataclasses.asdict(settings)
+                return RunFolder(self.path, config, command=self.command, resume=self.resume)
+            except OSError as error:
+                text = str(error).removeprefix("RunFolder: ").replace("resume=True", "--resume")
+                raise ValueError(text) from error
+
+
+def _run(
+    settings: Settings, setup: Setup, place: _Place | None, processes: Processes, head: Sequence[str] | None
+) -> None:
+    """Train, and print the results; `head` are lines to show before, `None` to show no progress."""
+    history, stopwatch = History(), Stopwatch()
+    # A population continues after a NaN, because its other networks are not affected.
+    observers: list[Any] = [history, stopwatch, NaNs(action="raise" if settings.seeds == 1 else "warn")]
+    kept: dict[str, Any] = {}
+    folder = None
+    with ExitStack() as stack:
+        if place is not None:
+            kept["checkpoints"] = _checkpoints(place.path, settings, setup)
+            folder = place.opened(settings) if processes.is_first else None
+            kept["resume"] = processes.of_first((folder and folder.resume) or "", setup.state.device) or None
+        if folder is not None:
+            stack.enter_context(folder)
+            observers.append(folder.observer)
+            folder.begin(setup.step, setup.state, next(iter(setup.train_data)))
+        if head is not None and processes.is_first:
+            say("\n".join([*_described(setup, settings), *head]), flush=True)
+            observers.append(stack.enter_context(Progress()))
+        state = whole(
+            fit(
+                setup.step,
+                setup.state,
+                setup.train_data,
+                evaluate=setup.evaluators,
+                observers=observers,
+                stop=setup.stop,
+                microbatches=setup.microbatches,
+                **kept,
+            )
+        )
+        if folder is not None:
+            folder.finish({"checksum": checksum(state.params)})
+    missing: tuple[str, ...] = ()
+    if folder is not None and place is not None:
+        if folder.goes_on and not stopwatch.batches:
+            done = f"after {setup.state.timestamp.run.duration}"
+            done += "" if folder.was_complete else ", and its folder is complete now"
+            say(f"the run in {place.named} had already ended, {done}; continue it with a longer --duration")
+        last = f"{CHECKPOINTS}/{name_at(state.timestamp)}"
+        missing = folder.unwritten if (folder.path / last).is_dir() else (last, *folder.unwritten)
+    print_results(setup, state, history, stopwatch, settings, place, missing)
+    if missing and place is not None:
+        raise RunError(
+            f"the run in {place.named} is incomplete: {', '.join(missing)} could not be written (see the warnings)"
+        )
+
+
+def _checkpoints(out: Path, settings: Settings, setup: Setup) -> Checkpoints:
+    with reported_as("--keep"):
+        keep = settings.keep
+        if keep != "log" and (not keep.isdecimal() or int(keep) < 1):
+            raise ValueError(f"{keep}: expected a number of checkpoints, at least 1, or log")
+    with reported_as("--checkpoint-every"):
+        best = f"{setup.watched}/{setup.kind.decides}" if settings.seeds == 1 else None
+        return Checkpoints(out / CHECKPOINTS, settings.checkpoint_every, keep if keep == "log" else int(keep), best)
+
+
+@contextmanager
+def _reported_in_one_line(setup: Setup, recipe: str | None) -> Iterator[None]:
+    """Turn an error of a step into a `RunError` of one line; errors that the command line reports itself pass."""
+    try:
+        yield
+    except (UsageError, ImportError, OSError, CheckpointError, FloatingPointError, RunError):
+        raise
+    except Exception as error:
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+        if any(note.startswith("in the stage forward") for note in notes):
+            shape = f"{'int64' if setup.kind is TEXT else ''}{list(setup.data.in_shape)}"
+            notes.append(f"the data have inputs {shape}, before a method changes them")
+        if recipe is not None:
+            notes.append(f"--recipe {recipe} may need another network, such as --model resnet20, or other data")
+        text = f"{type(error).__name__}: {error}".partition("\n\n")[0]
+        line = "; ".join(" ".join(part.split()) for part in (text, *notes))
+        raise RunError(f"{line} (--traceback shows where in the code)") from error
+
+
+_FIXED = ("seed", "seeds", "model")
+"""Settings that a resumed run keeps: the keys of its draws cannot change, nor its network, even if the tensors fit."""
+_CAUSES = {
+    "duration": ("duration", "scale_schedule"),
+    "batches_per_epoch": ("data", "length", "batch_size", "limit_batches", "validation"),
+}
+"""Settings that can cause a difference of a checkpoint, by the name of the difference; `_OF_STATE` for all others."""
+_OF_STATE = ("data", "length", "vocabulary", "algorithms", "optimizer", "precision")
+_MOST_LINES = 12
+
+
+def _earlier_settings(out: Path | None) -> dict[str, Any]:
+    """Return the settings of the resumed run; empty if there is none."""
+    if out is None:
+        raise UsageError("--resume: give the folder of the run, --out FOLDER")
+    return read_config(out / CONFIG, option="") if (out / CONFIG).exists() else {}
+
+
+def _check_unchanged(settings: Settings, earlier: Mapping[str, Any]) -> None:
+    """Raise a `UsageError` if a run is resumed with other settings that cannot change."""
+    for name in _FIXED:
+        before, now = earlier.get(name), getattr(settings, name)
+        is_equal = before in (None, now) or (name == "model" and specs.parse_one(str(before)) == specs.parse_one(now))
+        if not is_equal:
+            raise UsageError(
+                f"{option_of(name)}: {before} in the run, {now} here; for another one choose another --out"
+            )
+
+
+def changes(settings: Settings, earlier: Mapping[str, Any]) -> list[str]:
+    """Return a line with the settings that differ from the resumed run's, in a list that is empty if none do."""
+    now = dataclasses.asdict(settings)
+    changed = [name for name in now if earlier and earlier.get(name) != now[name]]
+    reported = [f"{option_of(name)} {now[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
+    return [f"  continues with {', '.join(reported)}"] if reported else []
+
+
+@contextmanager
+def _reported_as_settings(settings: Settings, earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
+    """Name the settings that make a checkpoint unfit in the error, before the resulting differences of tensors."""
+    try:
+        yield
+    except MismatchError as error:
+        now = dataclasses.asdict(settings)
+        blamed = {name for line in error.differences for name in _CAUSES.get(line.partition(":")[0], _OF_STATE)}
+        changed = [name for name in now if name in blamed and earlier.get(name) != now[name]]
+        if not changed:
+            raise
+        lines = [f"{option_of(name)}: {earlier.get(name)} in the run, {now[name]} here" for name in changed]
+        raise MismatchError(
+            "\n  ".join([f"{out} cannot continue with other settings:", *lines])
+            + "\nleave these options out, or choose another --out; "
+            + "\n  ".join([f"differences, of {len(error.differences)} in all:", *error.differences[:_MOST_LINES]]),
+            error.differences,
+        ) from error
+
+
+def _described(setup: Setup, settings: Settings) -> list[str]:
+    """Return the lines before the first batch: the numbers of examples and weights, device, duration and algorithms."""
+    state, train_data, data, members = setup.state, setup.train_data, setup.data, settings.seeds
+    size = sum(tensor.numel() for tensor in state.params.values()) // members
+    networks = f"{members} networks of {size:,} weights" if members > 1 else f"{size:,} weights"
+    lines = [
+        f"{train_data.num_examples:,} {setup.kind.noun} in batches of {train_data.batch_size}, "
+        f"{networks} on {state.device}, {state.timestamp.run.duration}"
+    ]
+    if settings.limit_batches is not None:
+        lines.append(f"  {state.timestamp.run.batches_per_epoch} of {len(train_data)} batches in an epoch")
+    if isinstance(data, TextData):
+        lines.append(
+            f"  a window is {data.in_shape[0]} characters, the vocabulary has {data.num_classes}; the text's last "
+            f"{len(data.test_targets):,} windows are for testing; {data.num_dropped:,} characters fill no window"
+        )
+    if state.device.type == "cpu" and settings.precision == "fp32" and (units := bfloat16_units()):
+        lines.append(f"  this CPU has {units}: --precision bf16 trains all but small networks faster")
+    return [*lines, *(f"  {algorithm!r}" for algorithm in setup.step.algorithms)]
+
+
+def print_results(
+    setup: Setup,
+    state: State,
+    history: History,
+    stopwatch: Stopwatch,
+    settings: Settings,
+    place: _Place | None = None,
+    missing: Sequence[str] = (),
+) -> None:
+    """Print the table at the end; `missing` are the files that could not be written."""
+    from rich.console import Console
+    from rich.table import Table
+
+    kind = setup.kind
+    table = Table(show_header=False)
+    for name in ("loss", *kind.metrics) if kind is TEXT else kind.metrics:
+        table.add_row(f"test {name}", _shown(name, history.series(f"eval/{name}")[1][-1]))
+    tested, all_batches = setup.evaluators[-1].num_batches, len(setup.test_data)
+    if settings.limit_batches is not None and tested != all_batches:
+        table.add_row("tested on", f"{tested} of {all_batches} batches")
+    for row in _best_rows(setup, history, place) if settings.seeds == 1 else ():
+        table.add_row(*row)
+    if setup.stop and not state.timestamp.is_finished():
+        table.add_row("stopped early", f"the loss has not improved for {settings.patience}")
+    evaluating = stopwatch.seconds - stopwatch.training_seconds
+    compiling = setup.step.variants().seconds if isinstance(setup.step, CompiledStep) else 0.0
+    spent = [f"evaluation {evaluating:.1f} s", *([f"compilation {compiling:.1f} s"] if compiling else [])]
+    rate = stopwatch.batches / max(stopwatch.training_seconds - compiling, 1e-9)
+    table.add_row("time", f"{stopwatch.seconds:.1f} s ({', '.join(spent)})")
+    table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} per second{' after compiling' if compiling else ''}")
+    threads = f"{settings.threads} thread{'s' * (settings.threads != 1)}"
+    on = threads if state.device.type == "cpu" else str(state.device)
+    table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
+    if place is not None and REPORT not in missing:
+        table.add_row("report", f"{place.named}/{REPORT}")
+    for number, name in enumerate(missing):
+        table.add_row("" if number else "could not be written", name)
+    Console(highlight=False).print(table)
+
+
+def _best_rows(setup: Setup, history: History, place: _Place | None) -> Iterator[tuple[str, str]]:
+    """Yield the rows about the best evaluation, if it is not the last one; NaN is never the best."""
+    rating, name = setup.kind.rating, f"{setup.watched}/{setup.kind.decides}"
+    at, values = history.series(name)
+    found = [pair for pair in zip(values, at, strict=True) if not math.isnan(pair[0])]
+    best = max(found, key=lambda pair: rating(pair[0]), default=None)
+    if best is None or (setup.watched == "eval" and best[0] == values[-1]):
+        return
+    is_kept = False
+    if place is not None:  # the best checkpoint of the folder, which earlier parts of the run may have written
+        saved = [
+            (one.index.metrics.get(name), one.index.batch) for one in reversed(all_in(place.path / CHECKPOINTS)[0])
+        ]
+        rated = [(value, at) for value, at in saved if isinstance(value, (int, float)) and not math.isnan(value)]
+        kept = max(rated, key=lambda pair: rating(pair[0]), default=None)
+        if kept is not None and rating(kept[0]) >= rating(best[0]):
+            best, is_kept = kept, True
+    label = "best validation" if setup.watched == "val" else "best"
+    yield f"{label} {setup.kind.decides}", f"{_shown(setup.kind.decides, best[0])}, after batch {best[1]}"
+    if place is not None:
+        yield "", f"evaluate {place.named} --checkpoint best" if is_kept else "its checkpoint was not written"
+
+
+def checksum(params: Mapping[str, Tensor]) -> str:
+    """Return a short hash of the names, dtypes, shapes and bits of tensors, which is equal if all bits are equal.
+
+    Example:
+        >>> zero, negative_zero = torch.tensor([0.0]), torch.tensor([-0.0])
+        >>> checksum({"w": zero}) == checksum({"w": negative_zero})
+        False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(params.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a metric of one network as text, or mean, standard deviation and range of a population's."""
+    form = ".2%" if name == "accuracy" else ".4g"
+    if not isinstance(value, list):
+        return f"{value:{form}}"
+    mean, spread = statistics.fmean(value), statistics.stdev(value)
+    return f"{mean:{form}} on average, spread {spread:{form}} ({min(value):{form}} to {max(value):{form}})"
