@@ -71,7 +71,7 @@ def ablate(
         confidence: Confidence with which all intervals contain their true difference, in (0, 1).
         resolution: The smallest difference that matters. An interval within ±resolution then means "no difference".
         mode: "population" to train the seeds of a subset at once, under vmap; "sequential" to train one after the
-            other; or "auto" for a population where a step of it runs. Results agree up to rounding.
+            other; or "auto" for a population unless vmap refuses its step. Results agree up to rounding.
         time_rounds: The number of times that steps are timed; with 0 the step time is not measured.
         folder: A folder for the runs and their results. The same call resumes an interrupted ablation, and with more
             seeds extends a finished one. Other methods, data or networks are refused.
@@ -222,10 +222,8 @@ class _Results:
         missing = [seed for seed in seeds if seed not in self.values.get(name, {})]
         if not missing:
             return
-        chosen, reason = self._trainer.mode(subset, missing) if mode == "auto" else (mode, "")
-        found = self._trainer.train(subset, name, missing, chosen)
+        found, self.modes[name] = self._trainer.train(subset, name, missing, mode)
         self.values.setdefault(name, {}).update(zip(missing, found, strict=True))
-        self.modes[name] = f"{chosen} ({reason})" if reason else chosen
         if self._trainer.folder is not None:
             self._write()
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +20,14 @@ from purecompose.core.state import State
 from purecompose.data.loaders import StateStream, draws_globally, epoch_batches, fixed_batches
 from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.records import RunFolder
-from purecompose.run.evaluation import Evaluator, run_evaluator
+from purecompose.run.evaluation import Evaluator
 from purecompose.run.fit import fit
-from purecompose.run.start import evaluation_step, start_of_run
+from purecompose.run.start import start_of_run
 from purecompose.time import Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.transforms.compilation import CompiledStep
 from purecompose.transforms.members import stacked
 from purecompose.transforms.population import population, stack_states
-
-
-class Mode(NamedTuple):
-    """The way in which the seeds of a cell are trained."""
-
-    name: str
-    """"population" or "sequential"."""
-    reason: str = ""
-    """Why it is not a population."""
 
 
 _INITIAL = random.salt("initial state of an ablation")
@@ -106,38 +97,29 @@ class Trainer:
             raise ValueError('ablate: the state has no duration: give State.create one, such as duration="20ep"')
         return start_of_run(step, state, self.data)[0]
 
-    def mode(self, subset: frozenset[str], seeds: Sequence[int]) -> Mode:
-        """Return the mode in which the seeds of a cell can be trained, found by a step of each kind."""
-        if len(seeds) == 1:
-            return Mode("sequential")
-        if isinstance(self.data, StateStream):
-            return Mode("sequential", "data.stream makes batches from a single state")
-        step = self.step(subset)
-        states = [self.initial(step, seed) for seed in seeds[:2]]
-        try:
-            together, start, data, evaluate = population_of(step, states, self.data, self.evaluate)
-            batch = first_batch(data, start)
-            for moment in moments_of(together, start, batch):
-                together(start.replace(timestamp=moment), batch)
-            run_evaluator(dataclasses.replace(evaluate, num_batches=1), start, evaluation_step(together))
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            return Mode("sequential", " ".join(str(error).split()))
-        return Mode("population")
-
-    def train(self, subset: frozenset[str], name: str, seeds: Sequence[int], mode: str) -> list[float]:
-        """Train seeds of a cell, and return the metric at the end of each.
+    def train(self, subset: frozenset[str], name: str, seeds: Sequence[int], mode: str) -> tuple[list[float], str]:
+        """Train seeds of a cell; return the metric at the end of each, and the mode, with its reason if there is one.
 
         Args:
             subset: The names of its methods.
             name: The name of the cell's folder.
             seeds: The seeds.
-            mode: "population", or "sequential".
+            mode: "population", "sequential", or "auto" for a population unless vmap refuses its step.
         """
-        step = self.step(subset)
-        if mode == "population":
+        step, reason = self.step(subset), ""
+        if isinstance(self.data, StateStream):
+            reason = " (data.stream makes batches from a single state)"
+        elif mode == "population" or (mode == "auto" and len(seeds) > 1):
             states = [self.initial(step, seed) for seed in seeds]
-            return self._fit(*population_of(step, states, self.data, self.evaluate), name, seeds)
-        return [self._fit(step, self.initial(step, seed), self.data, self.evaluate, name, [seed]) for seed in seeds]
+            try:
+                return self._fit(*population_of(step, states, self.data, self.evaluate), name, seeds), "population"
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+                if mode == "population":
+                    raise
+                reason = f" ({' '.join(str(error).split())})"
+        given = ((self.initial(step, seed), seed) for seed in seeds)
+        found = [self._fit(step, state, self.data, self.evaluate, name, [seed]) for state, seed in given]
+        return found, f"sequential{reason}"
 
     def _fit(self, step: Step, start: State, data: Any, evaluate: Evaluator, name: str, seeds: Sequence[int]) -> Any:
         """Train, and return the metric at the end: a list for a population."""
@@ -253,10 +235,6 @@ def _seeds_name(seeds: Sequence[int]) -> str:
     return f"seeds-{'-'.join(map(str, seeds))}"
 
 
-_NUM_TRIED = 100
-"""Number of points at which schedules are looked up; this runs no step."""
-
-
 def spread_moments(step: Step, state: State, batch: Any, num: int) -> list[Timestamp]:
     """Return points in the middle of `num` equal parts of a run; only its start if its length is in seconds.
 
@@ -276,13 +254,3 @@ def spread_moments(step: Step, state: State, batch: Any, num: int) -> list[Times
         return [now]
     chosen = dict.fromkeys(int(total * (i + 0.5) / num) for i in range(num))
     return [now.advance_by(number, samples, tokens) for number in chosen]
-
-
-def moments_of(step: Step, state: State, batch: Any) -> Iterator[Timestamp]:
-    """Yield a point of the run for each schedule: each combination of algorithms that act in a step."""
-    seen: set[int] = set()
-    for moment in (state.timestamp, *spread_moments(step, state, batch, _NUM_TRIED)):
-        bits = step.prepare(state.replace(timestamp=moment), batch).bits
-        if bits not in seen:
-            seen.add(bits)
-            yield moment

@@ -252,7 +252,7 @@ class Cell:
     seconds: tuple[float, ...]
     """The mean time of a step in seconds, in each round; the same rounds in all cells. Empty if not measured."""
     mode: str
-    """"population", "sequential" or "processes", with the reason if it is not a population."""
+    """"population" or "sequential", with the reason if it cannot be a population."""
 
     @property
     def mean(self) -> float:

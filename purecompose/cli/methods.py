@@ -1,6 +1,5 @@
 """Commands about methods: `algorithms`, `plan`, and `check`, which tries the laws on them."""
 
-import importlib
 import inspect
 import json as json_format
 import re
@@ -145,7 +144,7 @@ def check(
     if json not in (None, "-"):
         check_target("--json", json)
     testing = _testing("check")
-    shipped = [example for row in testing["shipped"].SHIPPED.values() for example in row.examples]
+    shipped = [example for row in testing.shipped.SHIPPED.values() for example in row.examples]
     texts = list(dict.fromkeys(text for given in algorithms for text in (shipped if given == "all" else [given])))
     if neutral is not None and len(texts) > 1:
         raise UsageError(f"--neutral: expected one algorithm, got {len(texts)}: {', '.join(texts)}")
@@ -153,11 +152,11 @@ def check(
     with _notes_elsewhere(), redirect_stdout(sys.stderr) if json == "-" else nullcontext():
         prepared = []
         for text in texts:
-            row = testing["shipped"].SHIPPED.get(text.partition("(")[0])
+            row = testing.shipped.SHIPPED.get(text.partition("(")[0])
             idle = neutral or (row.neutral if row else None)
             with reported_as(""):
                 prepared.append(
-                    testing["checking"].trials(
+                    testing.checking.trials(
                         _subject(text, testing),
                         neutral=None if idle is None else _subject(idle, testing),
                         tasks=_listed(tasks),
@@ -212,28 +211,30 @@ def _show_conflicts(text: str | None, found: dict[str, Any], given: Given) -> No
     with arithmetic_of(threads), reported_as("--algorithms"), _notes_elsewhere():
         calls = specs.parse(text or "")
         subjects = [_subject(str(call) if call.args or call.kwargs else call.name, testing) for call in calls]
-        say(testing["conflicts"].conflicts(subjects))
+        say(testing.conflicts(subjects))
 
 
-def _testing(command: str) -> dict[str, Any]:
-    """Return the modules of `purecompose.testing`, which need Hypothesis and which other commands do not import."""
+def _testing(command: str) -> Any:
+    """Return `purecompose.testing`, which needs Hypothesis and which other commands do not import."""
     try:
         import hypothesis  # noqa: F401
     except ImportError as error:
         raise ImportError(
             f'{command} needs hypothesis; install it with `pip install "purecompose[testing]"`'
         ) from error
-    names = ("checking", "conflicts", "shipped", "subject")
-    return {name: importlib.import_module(f"purecompose.testing.{name}") for name in names}
+    from purecompose import testing
+    from purecompose.testing import checking, shipped, subject  # noqa: F401
+
+    return testing
 
 
-def _subject(text: str, testing: dict[str, Any]) -> Any:
+def _subject(text: str, testing: Any) -> Any:
     """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call."""
     is_own = ":" in text.partition("(")[0]
     try:
         if is_own:
             imported(text)  # its errors are more precise
-        return testing["subject"].Subject.of(text)
+        return testing.subject.Subject.of(text)
     except (specs.SpecError, ValueError) as error:
         is_unknown = not is_own and text.partition("(")[0] not in FACTORIES
         raise ValueError(f"{error}{'; write your own as my_module:my_algorithm' if is_unknown else ''}") from error

@@ -91,7 +91,7 @@ def train(
         stack.enter_context(nullcontext() if traceback else _reported_in_one_line(setup, given.recipe))
         stack.enter_context(_reported_as_settings(settings, earlier, folder))
         # A text's vocabulary usually follows from its file.
-        typed = settings if "vocabulary" in found else dataclasses.replace(settings, vocabulary=None)
+        typed = settings if "vocabulary" in given.chosen() else dataclasses.replace(settings, vocabulary=None)
         place = None if folder is None else _Place(folder, str(out), command_of(typed, out), resume)
         _run(settings, setup, place, processes, None if quiet else changes(settings, earlier))
 

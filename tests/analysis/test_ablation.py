@@ -157,7 +157,7 @@ def test_an_interrupted_ablation_continues(tmp_path: pathlib.Path, monkeypatch: 
     trained: list[tuple[str, list[int]]] = []
     train = Trainer.train
 
-    def stops(self: Trainer, subset: Any, name: str, seeds: Any, mode: str) -> list[float]:
+    def stops(self: Trainer, subset: Any, name: str, seeds: Any, mode: str) -> tuple[list[float], str]:
         trained.append((name, seeds))
         if len(trained) == 2:
             raise KeyboardInterrupt

@@ -92,8 +92,3 @@ def test_a_missing_package_is_one_line_and_status_1(capsys, monkeypatch) -> None
     assert main(["plan", "--conflicts", "--algorithms", "mixup"]) == 1
     err = capsys.readouterr().err
     assert "purecompose[testing]" in err and err.count("\n") == 1
-
-
-def test_only_plan_has_the_option(capsys) -> None:
-    assert main(["train", "--conflicts"]) == 2
-    assert "unrecognized arguments: --conflicts" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from purecompose import compose, loop_events, recipe
+from purecompose import recipe
 from purecompose.cli import main
 
 
@@ -40,11 +40,6 @@ def test_a_recipe_is_a_list_of_methods_like_any_other(capsys: pytest.CaptureFixt
     assert all(method.name in out for method in recipe("hot").methods)
 
 
-def test_an_argument_of_a_recipe_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--recipe", "medium", "--set", "mixup.alpha=0.4", *NETWORK]) == 0
-    assert capsys.readouterr().err == ""
-
-
 def test_the_settings_are_the_published_ones() -> None:
     mild, hot = ({method.name: method.config for method in recipe(name).methods} for name in ("mild", "hot"))
     assert mild["label_smoothing"]["smoothing"] == 0.08 and hot["label_smoothing"]["smoothing"] == 0.13
@@ -52,10 +47,6 @@ def test_the_settings_are_the_published_ones() -> None:
     resizing = hot["progressive_resizing"]
     assert [resizing[name] for name in ("initial_scale", "delay_fraction", "finetune_fraction")] == [0.6, 0.2, 0.2]
     assert [method.name for method in recipe("mild").methods[:3]] == ["blurpool", "channels_last", "ema"]
-
-
-def test_the_published_hot_recipe_is_a_sum() -> None:
-    compose(loop_events, [*recipe("mild").methods[:3], *recipe("hot").methods])
 
 
 def test_a_recipe_together_with_a_list_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,8 +81,3 @@ def test_a_recipe_that_does_not_fit_says_why(
 def test_a_recipe_fits_where_its_smallest_images_do(capsys: pytest.CaptureFixture[str]) -> None:
     whole = ("--set", "progressive_resizing.initial_scale=1.0")
     assert main(["train", "--recipe", "mild", "--model", "mlp", *whole, "--duration", "4ba", "--quiet"]) == 0
-
-
-def test_unknown_recipes_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of mild, .*, shakespeare-fast, got 'spicy'"):
-        recipe("spicy")

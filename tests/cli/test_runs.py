@@ -152,14 +152,6 @@ def test_checkpoints_are_evaluated(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_a_separate_error(run: Run) -> None:
-    run("train", *SMALL, "--out", "a")
-    pathlib.Path("a/checkpoints/ep0002-ba00000044/state.safetensors").write_bytes(b"no")
-    status, _, err = run("evaluate", "a")
-    assert status == 1 and "not whole" in err
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the run is .* long, and was")
 def test_a_run_can_be_resumed_in_python(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
@@ -246,12 +238,6 @@ def test_a_run_shows_its_plan(run: Run) -> None:
     assert status == 2 and "plan: error: a/config.toml is not valid TOML" in err
 
 
-def test_a_run_stops_early(run: Run) -> None:
-    arguments = ("--model", "mlp", "--algorithms", "none", "--optimizer", "sgd(lr=0.0)", "--patience", "2ep")
-    _, out, _ = run("train", *arguments, "--schedule", "constant", "--duration", "30ep", "--quiet")
-    assert re.search(r"steps\W+66,", out)  # the loss of the first epoch is never improved
-
-
 def test_compiled_and_in_half_precision(run: Run) -> None:
     plain = run("train", *SMALL, "--algorithms", "none")
     half = run("train", *SMALL, "--algorithms", "none", "--precision", "bf16")
@@ -291,22 +277,6 @@ def test_a_complete_run_is_reported_and_not_changed(run: Run, settings: tuple[st
     status, out, err = run("train", "--out", "a", "--resume", "--quiet")
     assert status == 0 and "had already ended" in out, err
     assert contents() == before
-
-
-@pytest.mark.slow
-def test_a_refused_resume_does_not_change_the_folder(run: Run) -> None:
-    run("train", *SMALL, "--out", "a")
-    before = {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")}
-    status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--optimizer", "sgd(0.1)")
-    assert status == 1 and "--optimizer: " in err and "choose another --out" in err
-    assert {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")} == before
-    status, _, err = run("train", "--out", "a", "--resume", "--seed", "7")
-    assert status == 2 and "--seed: the run continues with 0" in err
-    status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--duration", "1ep")
-    assert status == 1 and "--duration: 2ep in the run, 1ep here" in err
-    assert {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")} == before
-    status, out, _ = run("train", "--out", "a", "--resume", "--quiet")
-    assert status == 0 and "had already ended, after 2ep; continue it with a longer --duration" in out
 
 
 @pytest.mark.slow

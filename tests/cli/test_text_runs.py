@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from purecompose import Event, compose, data, loop_events, losses, optim, random, to_module
+from purecompose import compose, data, loop_events, losses, optim, random, to_module
 from purecompose.cli import load_run, main
 from purecompose.cli.settings import read_config
 from purecompose.cli.training import checksum as checksum_of
 from purecompose.core.state import State
 from purecompose.data import CharacterVocabulary
 from purecompose.nn import layers, models
-from purecompose.records import RunFolder
 from purecompose.run.saving import load
 
 
@@ -153,42 +152,6 @@ def test_evaluation_of_the_run_and_of_another_text(run: Run, trained: pathlib.Pa
     assert status == 2 and "digits holds images" in err
 
 
-@pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_same_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = checksum(run("train", *SHORT)[1])
-    observer = RunFolder.observer.fget
-    assert observer is not None
-
-    def stopping(self: RunFolder) -> Callable[[Event, State], None]:
-        inner = observer(self)
-
-        def observe(event: Event, state: State) -> None:
-            inner(event, state)
-            if event is Event.BATCH_END and state.timestamp.batch == 9:
-                raise KeyboardInterrupt
-
-        return observe
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "observer", property(stopping))
-        assert run("train", *SHORT, "--out", "a")[0] == 130
-    status, out, err = run("train", "--out", "a", "--resume", "--quiet")
-    assert (status, checksum(out)) == (0, whole), err
-
-
-@pytest.mark.slow
-def test_the_best_checkpoint_has_the_lowest_loss(run: Run) -> None:
-    # A rate so high that the loss rises again.
-    arguments = ("--optimizer", "adam(3.0)", "--schedule", "constant", "--duration", "4ep", "--keep", "4")
-    out = run("train", *SHORT, *arguments, "--out", "a")[1]
-    paths = sorted(path.name for path in pathlib.Path("a/checkpoints").iterdir() if path.is_dir())
-    told = {name: json.loads(run("evaluate", "a", "--checkpoint", name, "--json")[1])["loss"] for name in paths}
-    best = json.loads(run("evaluate", "a", "--checkpoint", "best", "--json")[1])
-    assert len(told) == 4 and best["loss"] == min(told.values())
-    assert best["loss"] < told[paths[-1]]
-    assert re.search(rf"best loss\W+{best['loss']:.4g}, after batch {best['batch']}\W", out)
-
-
 def test_predictions_are_characters(run: Run, trained: pathlib.Path) -> None:
     assert run("predict", str(trained), "--out", "p.csv")[0] == 0
     with open("p.csv", newline="", encoding="utf-8") as file:
@@ -280,28 +243,6 @@ def test_draws_have_the_networks_probabilities(run: Run) -> None:
     assert sum(follows[one] == other for one, other in pairs) >= len(pairs) - 4
 
 
-@pytest.mark.parametrize(
-    "algorithms",
-    [
-        "seq_length_warmup(0.5, 4, 16, 4)",
-        "seq_length_warmup(0.5, 4, 16, 4, truncate=False)",
-        "selective_backprop(0.2, 0.9)",
-        "label_smoothing,seq_length_warmup,selective_backprop,gradient_norm",
-    ],
-)
-def test_methods_train_an_epoch(run: Run, algorithms: str) -> None:
-    status, out, err = run("train", *SHORT, "--algorithms", algorithms)
-    assert (status, err) == (0, "")
-    assert checksum(out) != checksum(run("train", *SHORT)[1])
-
-
-def test_settings_are_checked_together(run: Run) -> None:
-    out = run("train", *SHORT, "--set", "length=8", "--set", "model.width=4", "--duration", "200tok")[1]
-    assert re.search(r"steps\W+4,", out)  # 8 windows of 8 tokens each, until 200 are exceeded
-    status, out, err = run("plan", *SHORT[:-1], "--algorithms", "seq_length_warmup")
-    assert status == 0 and "seq_length_warmup" in out
-
-
 def test_a_text_is_found_by_its_name(run: Run) -> None:
     pathlib.Path("data").mkdir()
     pathlib.Path("data/tinyshakespeare.txt").write_text(TEXT)
@@ -316,13 +257,6 @@ def test_a_text_is_found_by_its_name(run: Run) -> None:
         assert status == 2 and "A text's file ends in .txt" in err
     pathlib.Path("digits.txt").write_text(TEXT)
     assert "--vocabulary: digits holds images" in run("train", "--vocabulary", "ab")[2]
-
-
-def test_a_share_is_held_out_for_decisions(run: Run) -> None:
-    status, out, err = run("train", *SHORT, "--validation", "0.25", "--patience", "3ep")
-    assert (status, err) == (0, "") and "best validation loss" in out
-    num = 2 * ((TRAIN_WINDOWS - round(0.25 * TRAIN_WINDOWS)) // 8)
-    assert re.search(rf"steps\W+{num},", out)
 
 
 REFUSED = [
@@ -373,22 +307,6 @@ def test_settings_for_text_are_refused_for_images(run: Run) -> None:
 def test_bad_prompts_are_refused(run: Run, trained: pathlib.Path, arguments: list[str], said: str) -> None:
     status, out, err = run("predict", str(trained), *arguments)
     assert (status, out) == (2, "") and said in err
-
-
-@pytest.mark.slow
-def test_a_prompt_for_images_is_refused(run: Run) -> None:
-    run("train", "--model", "mlp(hidden=8)", "--duration", "1ba", "--quiet", "--out", "a")
-    status, _, err = run("predict", "a", "--prompt", "7")
-    assert status == 2 and "--prompt: expected a run on text" in err
-
-
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [("mixup", "mixup: the inputs are int64[8, 16], as token ids are"), ("cutout", "cutout: expected images")],
-)
-def test_methods_for_images_are_refused_for_text(run: Run, method: str, said: str) -> None:
-    status, out, err = run("train", *SHORT, "--algorithms", method)
-    assert (status, out, err.count("\n")) == (1, "", 1) and said in err
 
 
 def test_a_network_that_does_not_fit_names_what_changed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,15 +85,6 @@ def test_the_command_is_the_hand_written_loop(capsys) -> None:
     assert found_checksum(out) == checksum(state.params)
 
 
-def test_microbatches_change_the_result_only_by_rounding(capsys) -> None:
-    arguments = ("train", "--duration", "1ep", "--model", "mlp", "--algorithms", "none", "--quiet")
-    whole, cut = (run(capsys, *arguments, "--microbatches", k) for k in ("1", "4"))
-    accuracies = [re.search(r"accuracy\W+([\d.]+)%", out) for out in (whole, cut)]
-    assert accuracies[0] is not None and accuracies[1] is not None
-    assert abs(float(accuracies[0][1]) - float(accuracies[1][1])) < 1.0
-    assert found_checksum(whole) != found_checksum(cut)
-
-
 def test_the_process_is_not_changed(capsys) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -116,12 +107,6 @@ def test_plans_differ_along_the_run(capsys) -> None:
     assert run(capsys, "plan", "--at", "24ep") == run(capsys, "plan", "--at", f"{24 * 22 * 64}sp")
 
 
-def test_times_in_calls_need_no_quotes(capsys) -> None:
-    arguments = ("train", "--duration", "3ba", "--quiet", "--model", "mlp", "--schedule")
-    plain, quoted = (run(capsys, *arguments, call) for call in ("cosine(warmup=1ba)", "cosine(warmup='1ba')"))
-    assert found_checksum(plain) == found_checksum(quoted)
-
-
 def test_algorithms_are_listed_in_groups(capsys) -> None:
     lines = run(capsys, "algorithms").splitlines()
     assert {line.split()[0] for line in lines if line.startswith("  ")} == FACTORIES.keys()
@@ -132,13 +117,11 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
     ("arguments", "part"),
     [
         (["train", "--algorithms", "mixpu"], "--algorithms: no algorithm is called 'mixpu'"),
-        (["train", "--algorithms", "mixup,mixup"], "two algorithms are named 'mixup'"),
         (
             ["train", "--set", "mixup.alfa=0.4"],
             "--set: mixup.alfa: mixup has no parameter 'alfa'; did you mean 'alpha'?",
         ),
         (["train", "--set", "mixup.alpha=-1"], "--set: mixup.alpha: mixup: alpha: expected "),
-        (["train", "--set", "optimizer.lrr=1"], "--set: optimizer.lrr: adam has no parameter 'lrr'; "),
         (["train", "--set", "model.widht=3"], "--set: model.widht: cnn has no option 'widht'; did you mean 'width'?"),
         (
             ["train", "--algorithms", "mixup(alpha=-1)", "--set", "mixup.interpolate_loss=True"],
@@ -148,33 +131,17 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
             ["train", "--optimizer", "sgd", "--set", "optimizer.momentum=0.9"],
             "optimizer.momentum: sgd: missing a required",
         ),
-        (["train", "--algorithms", "mixup(alpha=-1)"], "--algorithms: mixup"),
-        (["train", "--data", "digit"], "--data: "),
-        (["train", "--model", "cn"], "did you mean 'cnn'?"),
         (
             ["train", "--model", "cnn(widht=3)"],
             "--model: cnn has no option 'widht'; did you mean 'width'? its options are cnn(",
         ),
-        (
-            ["train", "--model", "mlp(num_classes=3)"],
-            "--model: mlp has no option 'num_classes'; its options are mlp(hidden=",
-        ),
-        (["train", "--model", "mlp(hidden=2.5)"], "--model: mlp: hidden: expected an int or a sequence of ints"),
-        (["train", "--model", "cnn(batch_norm=3)"], "--model: cnn: batch_norm: expected True or False, got 3"),
         (["train", "--schedule", "cosine(warmup=0.1durr)"], "--schedule: cannot read"),
         (["train", "--model", "mlp(3)"], "options by name, as in mlp(hidden=(256, 128), dropout=0.0)"),
-        (["train", "--optimizer", "sgd"], "--optimizer: sgd: missing a required argument: 'lr'"),
-        (["train", "--optimizer", "adam(lr=-1)"], "--optimizer: adam: lr"),
         (["train", "--optimizer", "muon(0.02)"], "--optimizer: muon moves only matrices; choose them"),
-        (["train", "--algorithms", "mixup(1, 2)", "--set", "mixup.alpha=3"], "it is mixup(alpha=0.2, *, "),
         (["train", "--schedule", "cosine(warmup='90ep')"], "--schedule: warmup=90ep is longer"),
-        (["train", "--duration", "10sec"], "--duration: 10sec"),
         (["train", "--duration", "0ep"], "--duration: 0ep"),
-        (["train", "--duration", "soon"], "--duration: "),
         (["train", "--batch-size", "0"], "--batch-size: "),
-        (["train", "--microbatches", "0"], "--microbatches: "),
         (["train", "--microbatches", "65"], "expected at most 64 slices, one per example of a batch, got 65"),
-        (["train", "--seed", "-1"], "--seed: "),
         (["train", "--seed", str(2**64)], "--seed: "),
         (["train", "--seed", "x"], "train: error: argument --seed: expected a whole number, got 'x'"),
         (["train", "--validation", "x"], "argument --validation: expected a number, got 'x'"),
@@ -182,15 +149,11 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--data", "digit", "--resume"], "--resume: give the folder of the run"),
         (["train", "--threads", "0"], "--threads: "),
         (["train", "--device", "bogus"], "--device: 'bogus'"),
-        (["plan", "--at", "3tok"], "--at: 3tok"),
         (["plan", "--at", "2dur"], "--at: 2dur: the run ends earlier, after 880 batches"),
         (["plan", "nowhere"], "plan: error: nowhere is not a run's folder: it does not exist; create one with train"),
         (["train", "--durration", "1ep"], "arguments: --durration 1ep; did you mean '--duration' or"),
-        (["train", "somewhere"], "train: error: unrecognized arguments: somewhere"),
-        (["train", "--bogus"], "train: error: unrecognized arguments: --bogus (--help shows the options)"),
         (["train", "--epochs", "3"], "unrecognized arguments: --epochs 3; write --duration 3ep (--help"),
         (["train", "--ouut", "a"], "unrecognized arguments: --ouut a; did you mean '--out'? (--help"),
-        (["algorithms", "nope"], "NAME: no algorithm is called 'nope'; known: alibi, "),
         (["algorithms", "mixpu"], "no algorithm is called 'mixpu'; did you mean 'mixup'?"),
         (["plot"], "plot: error: the following arguments are required: RUN"),
         (["trian"], "invalid choice"),
