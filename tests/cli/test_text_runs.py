@@ -328,3 +328,31 @@ def test_seeds_train_a_population(run: Run) -> None:
     assert found["loss"][1] == pytest.approx(value(alone, "loss"), rel=1e-3)
     status, _, err = run("predict", "a", "--prompt", "7")
     assert status == 2 and "trained a population" in err
+
+
+@pytest.mark.slow
+def test_windows_of_another_length_are_evaluated(run: Run) -> None:
+    run("train", *SHORT, "--algorithms", "alibi", "--out", "a")
+    found = {n: json.loads(run("evaluate", "a", "--length", n, "--json")[1])["loss"] for n in ("8", "16", "32")}
+    assert found["16"] == json.loads(run("evaluate", "a", "--json")[1])["loss"]
+    assert len(set(found.values())) == 3 and all(1 < loss < 4 for loss in found.values())
+    for length, said in (("0", "--length: 0: expected"), ("500", "too short for windows of 500")):
+        status, _, err = run("evaluate", "a", "--length", length)
+        assert status == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_network_with_learned_positions_refuses_longer_windows(run: Run) -> None:
+    run("train", *SHORT, "--out", "a")
+    status, _, err = run("evaluate", "a", "--length", "32")
+    assert status == 2 and "--length" in err and err.count("\n") == 1
+
+
+def test_a_plan_at_a_point_in_tokens_and_samples(run: Run) -> None:
+    method = "seq_length_warmup(0.5, 4, 16, 4)"
+    for duration, at in (("1280tok", "0.5dur"), ("10ba", "640tok"), ("80sp", "0.5dur"), ("80sp", "40sp")):
+        status, out, err = run("plan", *SMALL, "--batch-size", "8", "--duration", duration, "--at", at,
+                               "--algorithms", method)  # fmt: skip
+        assert (status, err) == (0, "") and "seq_length_warmup" in out
+    status, _, err = run("plan", *SMALL, "--batch-size", "8", "--duration", "1280tok", "--at", "1408tok")
+    assert status == 2 and "the run ends earlier, after 10 batches" in err
