@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on
+from purecompose import Algorithm, Event, State, algorithms as alg, on
 from purecompose.analysis import ablate, draw_ablation
 from purecompose.analysis.cells import Trainer
 from purecompose.analysis.effects import Ablation
@@ -67,13 +67,6 @@ def test_a_shuffled_evaluation_gives_all_cells_of_a_seed_the_same_batches(mode: 
     end = pc.fit(make_step([]), new_state(3), train_data())
     expected = pc.evaluate(end, loader, num_batches=2)["loss"]
     assert values_of(found)["none"][3] == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_loader_with_its_own_generator_is_refused() -> None:
-    dataset, generator = TensorDataset(torch.zeros(8, 8), torch.zeros(8).long()), torch.Generator()
-    loader = DataLoader(dataset, 4, shuffle=True, generator=generator)
-    with pytest.raises(ValueError, match="in each run of a seed: the DataLoader has its own generator"):
-        ablate(make_step, new_state, loader, METHODS, evaluate=evaluator())
 
 
 def unmappable() -> Algorithm:
@@ -187,26 +180,6 @@ def test_another_ablation_in_the_folder_is_refused(tmp_path: pathlib.Path) -> No
     with pytest.raises(FileExistsError, match="is not empty and has no ablation.json"):
         run(METHODS[:1], seeds=2, folder=tmp_path / "other")
     assert json.loads((tmp_path / "first" / "ablation.json").read_text())["cells"].keys() == {"all", "none"}
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"methods": []}, ValueError, r"expected methods that are not called all or none, got \[\]"),
-        ({"methods": [alg.mixup(0.2, name="none")]}, ValueError, r"got \['none'\]"),
-        ({"methods": [alg.mixup]}, TypeError, "call a factory"),
-        ({"evaluate": [1]}, TypeError, r"evaluate: expected Evaluator\(data, metrics\)"),
-        ({"metric": "eval/f1"}, ValueError, "metric='eval/f1': the evaluator reports eval/loss, eval/accuracy"),
-        ({"seeds": [1, 1]}, ValueError, r"seeds=\[1, 1\]"),
-        ({"mode": "vmap"}, ValueError, "mode='vmap'"),
-        ({"state": lambda seed: seed}, TypeError, r"state\(0\): expected a State, got int"),
-        ({"make_step": lambda methods: methods}, TypeError, "make_step: expected a Step"),
-        ({"make_step": lambda methods: compose(loop_events)}, ValueError, "differs in mixup: pass the list on"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_any_training(options: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        run(**{"methods": METHODS[:1], **options})
 
 
 def test_a_picture_is_drawn_with_and_without_times(tmp_path: pathlib.Path) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -120,16 +119,3 @@ def test_an_error_of_the_predicate_is_named(run: RecordedRun) -> None:
         bisect(run, broken, stays=True)
     assert isinstance(caught.value.__cause__, KeyError)
     assert digests(Path(run.path)) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("runs/a", predicates.not_finite()), "bisect: expected a RecordedRun"),
-        ((None, 3), "predicate: expected a function State -> bool, got 3"),
-        ((None, lambda: True), "predicate: expected a function State -> bool"),
-    ],
-)
-def test_wrong_arguments(run: RecordedRun, arguments: tuple[Any, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        bisect(arguments[0] or run, arguments[1], stays=True)

@@ -84,12 +84,3 @@ def test_settings_that_differ_are_named(plain: RecordedRun, tmp_path: Path) -> N
     assert "lr: 0.1 in a, 0.2 in b" in found.settings
     assert any(line.startswith("optimizer: sgd(lr=0.1") and "0.2) in b" in line for line in found.settings)
     assert found.batch == 0 and any("slots['ema']" in line and "only in b" in line for line in found.leaves)
-
-
-def test_wrong_arguments(plain: RecordedRun, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has no checkpoints"):
-        compare(plain, tmp_path / "nothing")
-    with pytest.raises(TypeError, match="compare: expected a RecordedRun or the folder of a run, got 3"):
-        compare(plain, 3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="tolerance"):
-        compare(plain, plain, tolerance=-1.0)

@@ -100,15 +100,6 @@ def test_conspicuous_examples_come_first(field: int, value: float, note: str) ->
     assert not found.examples[1].notes
 
 
-def test_a_population_is_explained_member_by_member(tmp_path: Path) -> None:
-    form = FORMS["population"]()
-    with pytest.raises(ValueError, match="explain_batch: expected a single state, .* unstack_states"):
-        explain_batch(form.step, form.state, make_batch())
-    run, _ = recorded(form, tmp_path)
-    with pytest.raises(ValueError, match="explain: expected a single state"):
-        explain(run, 3)
-
-
 def test_a_batch_of_a_run(tmp_path: Path) -> None:
     step, state, data = FORMS["ema"]()
     run, states = recorded(Form(step, state, data), tmp_path)
@@ -159,11 +150,6 @@ def test_images_are_pictures_and_texts_are_decoded() -> None:
     assert shown_as(torch.zeros(20), None) == ("float32[20] from 0 to 0", "")
     assert shown_as(torch.arange(12), None).words == "0 1 2 3 4 5 6 7 8 9 10 11"
     assert shown_as(None, None) == ("", "")
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match="explain: expected a RecordedRun"):
-        explain("runs/a", 3)  # pyright: ignore[reportArgumentType]
 
 
 def test_examples_along_another_dimension() -> None:

@@ -66,11 +66,6 @@ def test_a_run_without_its_start_begins_with_its_first_checkpoint(tmp_path: Path
         replay(run, 8)
 
 
-def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has no checkpoints to begin from; train with fit"):
-        RecordedRun(tmp_path, *small())
-
-
 def test_observers_see_events_and_batches(run: RecordedRun) -> None:
     class Observer:
         def __init__(self) -> None:
@@ -136,12 +131,6 @@ def test_without_strict_differences_are_warnings(run: RecordedRun) -> None:
     assert str(found).endswith(": with strict=False, perhaps not the bits of the run")
 
 
-def test_another_number_of_threads_is_refused(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    with pytest.raises(MismatchError, match="threads: 1 in the run, 7 here"):
-        replay(run, 8)
-
-
 def test_what_checkpoints_do_not_know_is_found_by_the_recorded_losses(tmp_path: Path) -> None:
     hidden = {"scale": torch.ones(())}
 
@@ -162,13 +151,6 @@ def test_what_checkpoints_do_not_know_is_found_by_the_recorded_losses(tmp_path: 
     with pytest.raises(MismatchError, match="the replay is not the run: loss of batch 6: "):
         replay(run, 8)
     assert digests(tmp_path) == before
-
-
-def test_an_iterator_cannot_be_replayed(tmp_path: Path) -> None:
-    form = small(batches_per_epoch=6)._replace(data=iter(make_batches(12)))
-    pc.fit(*form, checkpoints=pc.Checkpoints(tmp_path, keep="log"))
-    with pytest.raises(ValueError, match="cannot be replayed: an iterator cannot be restarted"):
-        replay(RecordedRun(tmp_path, *form), 3)
 
 
 def test_rules_that_read_evaluations_act_again(tmp_path: Path) -> None:
@@ -197,19 +179,6 @@ def test_a_run_that_was_continued_for_longer_has_two_lengths(tmp_path: Path) -> 
     run = RecordedRun(tmp_path, *form)
     for batch in (3, 11, 14, 17):
         assert pc.tree.diff(replay(run, batch).state, states[batch]) == [], batch
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda run: replay(run.path, 3), r"replay: expected a RecordedRun\(path, step, state, data\), got PosixPath"),
-        (lambda run: replay(run, 3, dtype=torch.int64), "dtype: expected a floating dtype"),
-        (lambda run: RecordedRun(run.path, run.state, run.step, run.data), "expected a Step and a State"),
-    ],
-)
-def test_wrong_arguments(run: RecordedRun, call: Callable[[Any], object], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        call(run)
 
 
 class Stream:

@@ -85,20 +85,3 @@ def test_a_window_of_a_recorded_run_has_its_states_and_batches(tmp_path: pathlib
     assert all(one.agrees for one in sensitivity(given, of=evaluator()).derivatives)
     with pytest.raises(ValueError, match="there is no batch between them"):
         window_of(RecordedRun(tmp_path / "run", step, start, data), 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("given", "options", "message"),
-    [
-        (window(), {"to": ["decay"]}, r"the state has the hparams \['lr', 'momentum', 'smoothing'\]"),
-        (window(), {"to": "lr"}, r"expected a list of names, \['lr'\]"),
-        (window(num=0), {}, "expected a list of at least one batch"),
-        (window(), {"of": "eval/loss"}, "of: expected a function of a state, or an Evaluator"),
-        (window(), {"of": lambda state: 1.0}, r"expected a finite 0-d tensor at the window's end, got 1.0 \(float\)"),
-        (window(), {"mode": "both"}, "mode='both'"),
-        (("step", None, []), {}, r"expected Window\(step, state, batches\)"),
-    ],
-)
-def test_wrong_arguments_are_refused(given: Any, options: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        sensitivity(given, **{"of": evaluator(), **options})

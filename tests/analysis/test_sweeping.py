@@ -78,21 +78,6 @@ def test_a_compiled_sweep_has_the_graph_of_one_population() -> None:
     torch.testing.assert_close([t.metric for t in compiled.trials], [t.metric for t in eager.trials], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("values", "options", "message"),
-    [
-        ({"lr": 0.1}, {}, r"values\['lr'\]: expected a list of numbers, got 0.1"),
-        ({"lr": [0.1]}, {}, "expected at least two settings"),
-        ([{"lr": 0.1}, {"decay": 0.1}], {}, r"values\[1\] has \['decay'\]"),
-        ({"decay": [0.1, 0.2]}, {}, "no hparam 'decay'"),
-        ({"lr": RATES}, {"metric": "eval/f1"}, "the evaluator reports eval/loss, eval/accuracy"),
-    ],
-)
-def test_wrong_arguments_are_refused(values: Any, options: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        sweep(make_step([]), new_state(0), train_data(), values, evaluate=evaluator(), **options)
-
-
 def test_another_sweep_in_the_folder_is_refused(tmp_path: pathlib.Path) -> None:
     def run(rates: list[float], **options: Any) -> list[float]:
         given = {"evaluate": evaluator(), "folder": tmp_path / "run", **options}
