@@ -1,5 +1,6 @@
 """Commands about methods: `algorithms`, `plan`, and `check`, which tries the laws on them."""
 
+import importlib
 import inspect
 import json as json_format
 import re
@@ -222,10 +223,7 @@ def _testing(command: str) -> Any:
         raise ImportError(
             f'{command} needs hypothesis; install it with `pip install "purecompose[testing]"`'
         ) from error
-    from purecompose import testing
-    from purecompose.testing import checking, shipped, subject  # noqa: F401
-
-    return testing
+    return importlib.import_module("purecompose.testing")
 
 
 def _subject(text: str, testing: Any) -> Any:
