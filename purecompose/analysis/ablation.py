@@ -19,14 +19,13 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.checks import StateStream, check_batches
-from purecompose.data.identity import describe_data
-from purecompose.data.loaders import own_order
+from purecompose.data.facts import check_batches, describe_data
+from purecompose.data.loaders import StateStream, own_order
 from purecompose.records.layout import write_json, write_text
 from purecompose.records.reading import read_json
 from purecompose.run.evaluation import Evaluator
-from purecompose.run.saving.description import describe
-from purecompose.run.stopping import mode_of
+from purecompose.run.rules import mode_of
+from purecompose.run.saving.comparison import describe
 from purecompose.time import Timestamp
 
 

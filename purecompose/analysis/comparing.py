@@ -22,7 +22,7 @@ from purecompose.analysis.replaying import (
     point,
     states_from,
 )
-from purecompose.data.identity import differences as data_differences
+from purecompose.data.facts import differences as data_differences
 from purecompose.records import read_run
 from purecompose.records.layout import CONFIG
 from purecompose.run.saving.comparison import code_differences, differences

@@ -21,26 +21,29 @@ from purecompose._support.shards import whole
 from purecompose._support.urls import is_remote
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.checks import StateStream
-from purecompose.data.identity import describe_data, differences as data_differences
-from purecompose.data.loaders import epoch_batches, own_order
+from purecompose.data.facts import describe_data, differences as data_differences
+from purecompose.data.loaders import StateStream, epoch_batches, own_order
 from purecompose.data.position import position_holder
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records
 from purecompose.records.layout import RECORDS
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.outer import Run
-from purecompose.run.plateau import Adjuster
+from purecompose.run.rules import Adjuster, Stopper, with_modes
 from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
-from purecompose.run.saving.code import code_differences, describe_code
-from purecompose.run.saving.description import describe, differences, environment, listed
-from purecompose.run.saving.extra import POSITION
+from purecompose.run.saving.comparison import (
+    code_differences,
+    describe,
+    describe_code,
+    differences,
+    environment,
+    listed,
+)
+from purecompose.run.saving.files import time_from_plain
 from purecompose.run.saving.folder import CHECKPOINTS, Found, all_in
-from purecompose.run.saving.index import time_from_plain
-from purecompose.run.saving.leaves import leaves_of
+from purecompose.run.saving.leaves import POSITION, leaves_of
 from purecompose.run.start import evaluation_step, start_of_run
-from purecompose.run.stopping import Stopper, with_modes
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.units import named_time

@@ -23,15 +23,15 @@ from purecompose._support.tables import table
 from purecompose.analysis.cells import check_repeated, first_batch, population_of
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
-from purecompose.data.checks import StateStream, check_batches
-from purecompose.data.loaders import epoch_batches
+from purecompose.data.facts import check_batches
+from purecompose.data.loaders import StateStream, epoch_batches
 from purecompose.observers import History
 from purecompose.records import RunFolder, read_run
 from purecompose.records.layout import CONFIG
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.fit import fit
+from purecompose.run.rules import mode_of
 from purecompose.run.start import start_of_run
-from purecompose.run.stopping import mode_of
 from purecompose.schedule import Hparam, hparam
 from purecompose.schedule.scalar import Product, factors_of
 from purecompose.transforms.compilation import CompiledStep, compile

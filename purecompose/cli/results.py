@@ -34,8 +34,8 @@ from purecompose.records import draw_curves, read_run
 from purecompose.records.layout import COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
 from purecompose.run.saving import load, newest
-from purecompose.run.saving.fetching import fetched
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in, read_index
+from purecompose.run.saving.remote import fetched
 from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
 
