@@ -8,8 +8,7 @@ from typing import Any
 from purecompose._support.checks import check_flag
 from purecompose.analysis.effects import Ablation
 from purecompose.analysis.sweeping import LearningRateRange
-from purecompose.records.drawing import new_figure, save_figure
-from purecompose.records.theme import DARK, LIGHT, Theme
+from purecompose.records.drawing import DARK, LIGHT, Theme, new_figure, save_figure
 from purecompose.run.saving.folder import written
 
 
