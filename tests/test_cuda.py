@@ -183,7 +183,7 @@ def test_an_optimizer_of_torch_gives_the_same_step_on_the_gpu() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["vectors", "images"])
 @pytest.mark.filterwarnings("ignore:decoupled_weight_decay. .*also has a weight decay")
-@pytest.mark.filterwarnings("ignore:.*replaces the gradients")
+@pytest.mark.filterwarnings("ignore:.*computes the gradients again")
 def test_all_methods_together_do_not_wait(task: str, device: str, watch: Watch) -> None:
     chosen = TASKS[task]
     state = chosen.make_state(0, optimizer=OPTIMIZERS["adamw"], duration="4ba", batches_per_epoch=4)
