@@ -178,7 +178,11 @@ class Settings:
         return {name: (check, f"{self._name}: {name}") for name, check in checks_of(self._function).items()}
 
     def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments after their checks; those that the function does not have are returned unchanged."""
+        """Return the arguments after their checks; if they do not fit the signature, the call itself explains that."""
+        try:
+            inspect.signature(self._function).bind(*args, **kwargs)
+        except TypeError:
+            return args, dict(kwargs)
         if self._checks is None:
             self._checks = self._resolved()
         checks, names = self._checks, iter(self._parameters)
