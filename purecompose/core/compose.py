@@ -51,7 +51,6 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Scope
 from purecompose.core.separable import check_operations, is_due
 from purecompose.core.state import NO_TEMPORARY, State
-from purecompose.nn.keyed.modules import detect
 from purecompose.time import Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
@@ -220,7 +219,7 @@ class Step:
         purpose = self.purpose(None if keeps_fields else prepared.bits)
         with together(guarded, arithmetic(context.precision, state.device), grad_mode):
             if is_first:
-                end = self.run_checked(prepared.bits, Carry(prepared.start()), purpose, observe)
+                end = self.run_checked(prepared.bits, prepared.start(), purpose, observe)
             else:
                 end = self.operation(prepared.bits)(Carry(prepared.start()), purpose).state
         if is_first or (self.has_advance and is_due(state.timestamp.batch)):
@@ -307,31 +306,17 @@ class Step:
             self._cache.purposes[bits] = _purpose_of(self._purpose, self.program, self.lowered(bits))
         return self._cache.purposes[bits]
 
-    def run_checked(
-        self,
-        bits: int,
-        carry: Carry,
-        purpose: Purpose,
-        observe: Observe | None = None,
-        part: Sequence[Lowered] | None = None,
-    ) -> State:
-        """Run a schedule, or a part of it, and check the contract of a step, as in the first run of each schedule."""
-        start = carry.state
+    def run_checked(self, bits: int, start: State, purpose: Purpose, observe: Observe | None = None) -> State:
+        """Run a schedule and check the contract of a step, as in the first run of each schedule."""
         contract = Contract(start, observe)
-        purpose = purpose._replace(is_first=True, watch=contract, replaces_gradients=False)
-        if part is None:
-            end = run_checked(
-                self.operation(bits),
-                start,
-                purpose,
-                program=self.program,
-                has_algorithms=bool(self.algorithms),
-                times=self.matcher.times,
-            )
-        else:
-            with detect():
-                end = self.members.in_order(part)(carry, purpose).state
-            contract.check(end)
+        end = run_checked(
+            self.operation(bits),
+            start,
+            purpose._replace(is_first=True, watch=contract, replaces_gradients=False),
+            program=self.program,
+            has_algorithms=bool(self.algorithms),
+            times=self.matcher.times,
+        )
         check_constants(start.context.loss, self._cache.constants)
         for name in contract.loss_editors:
             self._cache.loss_editors.setdefault(name, False)

@@ -9,7 +9,6 @@ from torch import Tensor
 from purecompose._support.device import return_freed_memory
 from purecompose.core.compose import Prepared
 from purecompose.core.context import Static
-from purecompose.core.contract import Contract
 from purecompose.core.operation import Carry
 from purecompose.core.state import State
 from purecompose.time import Timestamp
@@ -168,13 +167,7 @@ def _host(
         name: [t.clone() if id(t) in in_buffers and name != "regrad" else t for t in values[name]] for name in others
     }
     given = {name: plan.end.signatures[name].build(tensors) for name, tensors in seen.items()}
-    start, purpose = state_of(static, lease, given), graphs.step.purpose()
-    contract = None if plan.after_host else Contract(start)  # the first time it acts here
-    if contract is not None:
-        purpose = purpose._replace(is_first=True, watch=contract)
-    state, used, _ = plan.host.run(Carry(start, plan.end.used), purpose)
-    if contract is not None:
-        contract.check(state)
+    state, used, _ = plan.host.run(Carry(state_of(static, lease, given), plan.end.used), graphs.step.purpose())
     signatures, fields = dict(plan.end.signatures), state.__dict__
     for name in FIELDS:
         if name not in fields or (name in given and fields[name] is given[name]):

@@ -5,7 +5,6 @@ other messages, would wait for the others forever.
 """
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -120,14 +119,14 @@ class GraphCache:
             boundary: The start of the plan.
             bits: The schedule.
             first_stretch: The stretch of the step that begins there.
-            start: The state at the start of the step, if the plan begins there.
+            start: The state at the start of the step, for a first run without host algorithms, which is watched.
         """
         device = boundary.device
         try:
             with _BUILDING:
                 known = self._plan_of_known(boundary, bits, first_stretch) if self.options.dynamic else None
-                if not (self.options.dynamic and all_true(self.ranks, known is not None, device)):
-                    self._watch(boundary, bits, first_stretch, start)
+                if start is not None and not (self.options.dynamic and all_true(self.ranks, known is not None, device)):
+                    _watch(self.step, start, boundary.signatures, bits)
                 with failing_together(self.ranks, device):
                     plan = known or self.plan(boundary, bits, first_stretch)
                 if self.ranks is not None:
@@ -157,28 +156,9 @@ class GraphCache:
         stretches = self.segments.stretches(self.step.lowered(bits), bits)[first_stretch:]
         return self.step.members.in_order([lowered for stretch in stretches for lowered in stretch.lowered])
 
-    def _watch(self, boundary: Boundary, bits: int, first_stretch: int, start: State | None) -> None:
-        """Run what comes next on fake tensors, which take no memory, and check it as the first run of a schedule.
-
-        It ends at the next host algorithm, which cannot run on them and must not act twice. (If such a schedule's first
-        step ran as composed, its bits would depend on where a process began, and a resumed run would have others.)
-        """
-        operations = self.step.lowered(bits)
-        has_host = any(lowered.is_host for lowered in operations)
-        stretches = self.segments.stretches(operations, bits)[first_stretch:]
-        before_host = itertools.takewhile(lambda stretch: stretch.kind != "host", stretches)
-        part = [lowered for stretch in before_host for lowered in stretch.lowered] if has_host else None
-        if start is not None:
-            _fill_caches(start)
-        with failing_together(self.ranks, boundary.device), explained(), fake_mode(), torch.no_grad():
-            fields = {
-                name: signature.build([spec.empty() for spec in signature.specs])
-                for name, signature in boundary.signatures.items()
-            }
-            carry = Carry(state_of(boundary.static, None, fields), boundary.used)
-            self.step.run_checked(bits, carry, self.step.purpose(), part=part)
-        if self.ranks is not None and start is not None and not has_host:
-            _check_values(self.step, bits, start)
+    def has_host(self, bits: int) -> bool:
+        """Return whether a host algorithm acts in a schedule."""
+        return any(lowered.is_host for lowered in self.step.lowered(bits))
 
     def _plan_of_known(self, boundary: Boundary, bits: int, first_stretch: int) -> ExecutionPlan | None:
         """Return the plan of graphs that exist, without tracing anything; `None` if one is missing."""
@@ -232,6 +212,26 @@ class _MissingError(Exception):
 
 IDLE: dict[str, Signature] = {**dict.fromkeys(FIELDS, ABSENT), "metrics": Signature.of({})[0]}
 """The signatures of fields that are not set."""
+
+
+def _watch(step: Step, start: State, signatures: Mapping[str, Signature], bits: int) -> None:
+    """Run a step on fake tensors, which take no memory, and check it as the first run of a schedule.
+
+    Args:
+        step: The composed step.
+        start: The state at its start.
+        signatures: Those of the state's fields.
+        bits: The schedule.
+    """
+    ranks = step.ranks
+    _fill_caches(start)
+    with failing_together(ranks, start.device), explained(), fake_mode(), torch.no_grad():
+        fields = {
+            name: signature.build([spec.empty() for spec in signature.specs]) for name, signature in signatures.items()
+        }
+        step.run_checked(bits, state_of(start.static, None, fields), step.purpose())
+    if ranks is not None:
+        _check_values(step, bits, start)
 
 
 def _fill_caches(start: State) -> None:

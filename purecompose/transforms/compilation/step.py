@@ -106,6 +106,7 @@ class CompiledStep(Step):
         self.options: Options = options
         self._cache.loss_editors = step.loss_editors
         self._graphs = GraphCache(step, options)
+        self._met: set[Any] = set()
         self._eager: dict[Any, tuple[Context, ExecutionPlan]] = {}
 
     @called_by_dynamo(WHY_UNTRACED)
@@ -138,6 +139,8 @@ class CompiledStep(Step):
         if launch is None:
             return self.step(state, batch)
         plan = launch.entry.plans.get(plan_key)
+        if plan is None and self._is_watched_first(prepared):
+            return self.step(state, batch)
         if plan is None or (self.has_advance and is_due(state.timestamp.batch)):
             self._check_separable(state, batch, prepared)
         context = state.static.context
@@ -145,7 +148,9 @@ class CompiledStep(Step):
             plan = plan or self._find(launch.entry, plan_key, prepared)
             if not plan.is_refused:
                 return execute(self._graphs, launch, prepared, tensors, plan)
-        if self._graphs.successor is None:
+        if self._graphs.successor is not None:
+            self._met.add((prepared.bits, prepared.num_examples))  # this run is watched
+        else:
             self._eager[plan_key] = state.static.context, plan  # so that the next step sets up no buffers in vain
         return self.step(state, batch)
 
@@ -226,14 +231,26 @@ class CompiledStep(Step):
         del self._eager[plan_key]
         return False
 
+    def _is_watched_first(self, prepared: Prepared) -> bool:
+        """Return whether this is the first step of a schedule with host algorithms, which cannot run on fake tensors.
+
+        It runs as composed, and is watched in that run: in a separate run for the checks, they would act twice.
+        """
+        case = prepared.bits, prepared.num_examples
+        if case in self._met or not self._graphs.has_host(prepared.bits):
+            return False
+        self._met.add(case)
+        return True
+
     def _find(self, entry: Entry, plan_key: Any, prepared: Prepared) -> ExecutionPlan:
         """Build the plan for a schedule and a batch that occur for the first time."""
         bits, start = prepared.bits, prepared.start()
         signatures = {**entry.signatures, "batch": Signature.of(start.batch)[0], "clock": Signature.of(start.clock)[0]}
         boundary = Boundary.start(start.static, signatures, is_donated=self.options.donate)
+        watched = None if self._graphs.has_host(bits) else start
         if len(entry.plans) == _MOST_PLANS:  # of batches that differ in size and share their graphs
             entry.plans.pop(next(iter(entry.plans)))
-        plan = entry.plans[plan_key] = self._graphs.plan_or_eager(boundary, bits, start=start)
+        plan = entry.plans[plan_key] = self._graphs.plan_or_eager(boundary, bits, start=watched)
         return plan
 
     def _launch(self, state: State, lease: BufferLease | None) -> Launch | None:

@@ -69,22 +69,6 @@ def test_host_algorithms_act_once_a_step() -> None:
     assert acted == [0, 1, 2, 3, 4]
 
 
-def test_the_first_step_with_a_host_algorithm_runs_compiled() -> None:
-    _, fast = made([changing("look", Event.BATCH_START, lambda state: state, host=True)])
-    state = fast(make_state(), make_batch())
-    assert [variant.hits for variant in fast.variants()] == [1]  # a run resumed here would have the same bits
-    fast(state, make_batch())
-    assert [variant.hits for variant in fast.variants()] == [2]
-
-
-def test_what_follows_a_host_algorithm_is_checked_in_its_first_run() -> None:
-    host = changing("host", Event.BATCH_START, lambda state: state, host=True)
-    forms = changing("forms", Event.BATCH_END, lambda state: state.replace(slots={"forms": torch.ones(2)}))
-    _, fast = made([host, forms])
-    with pytest.raises(pc.errors.FormError, match="forms at Event.BATCH_END changed state.slots"):
-        fast(make_state(), make_batch())
-
-
 def test_code_after_a_host_algorithm_can_fall_back() -> None:
     def by_if(state: State) -> State:
         assert state.loss is not None and state.grads is not None
@@ -97,7 +81,7 @@ def test_code_after_a_host_algorithm_can_fall_back() -> None:
     step, fast = made(methods, fallback=True)
     with pytest.warns(UserWarning, match="by_if runs between compiled parts") as caught:
         assert_runs_agree(step, fast, make_state(), make_batches(4))
-    assert [variant.hits for variant in fast.variants()] == [3, 3]
+    assert [variant.hits for variant in fast.variants()] == [2, 2]
     assert len(caught) == 1 and "fallback=True)" not in str(caught[0].message)
 
 
@@ -223,8 +207,9 @@ def test_a_host_algorithm_in_slices_that_a_second_gradient_runs_again_is_not_tra
         changing("again", Event.AFTER_TRAIN_BATCH, gradient_taken_anew),
     ]
     step, fast = made(guests, microbatches=2)
+    state = fast(make_state(), make_batch())
     with pytest.raises(pc.errors.TraceError, match=r"note, a host algorithm, was traced"):
-        fast(make_state(), make_batch())
+        fast(state, make_batch())
     with pytest.warns(UserWarning, match="note, a host"):
         assert_runs_agree(step, compiled(step, fallback=True), make_state(), make_batches(4), tolerance=1e-4)
 
