@@ -9,7 +9,7 @@ A public name is imported when it is first used, so that a program loads the par
 import importlib
 from typing import TYPE_CHECKING
 
-from purecompose._support import __version__
+from purecompose._support import INSTALLED, __version__
 
 
 if TYPE_CHECKING:  # what `__getattr__` returns
@@ -202,15 +202,17 @@ if not TYPE_CHECKING:
             found = getattr(importlib.import_module(f"purecompose.{_HOMES[name]}"), name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name in ("Step", "compose"):  # the core does not import what compiles steps
-            importlib.import_module("purecompose.core.compose").Step.within_torch_compile = staticmethod(_compiled_call)
         globals()[name] = found
         return found
 
-    def _compiled_call(*call: object) -> object:
-        """Call a step within `torch.compile`: compiled, with its backend."""
-        dynamo = importlib.import_module("purecompose.transforms.compilation.dynamo")
-        return dynamo.call_in_torch_compile(*call)
+
+def _call_in_torch_compile(*call: object) -> object:
+    """Call a step within `torch.compile`: compiled, with its backend."""
+    dynamo = importlib.import_module("purecompose.transforms.compilation.dynamo")
+    return dynamo.call_in_torch_compile(*call)
+
+
+INSTALLED["torch.compile"] = _call_in_torch_compile
 
 
 def __dir__() -> list[str]:

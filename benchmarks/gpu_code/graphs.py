@@ -36,8 +36,8 @@ def compiling_for_gpu(compile_: Callable[[fx.GraphModule], Compiled]) -> Iterato
     """Return a scope in which parts of compiled steps are traced as if on `cuda:0`, and compiled by a function."""
     capture, compile_graph = building.capture, building.compile_graph
 
-    def captured(body: Any, boundary: Boundary, **kwargs: Any) -> Captured:
-        found, device = capture(body, _on_device(boundary, CUDA), **kwargs), boundary.device
+    def captured(body: Any, boundary: Boundary, *args: Any, **kwargs: Any) -> Captured:
+        found, device = capture(body, _on_device(boundary, CUDA), *args, **kwargs), boundary.device
         reads = {name: on_device(signature, device) for name, signature in found.reads.items()}
         writes = {name: (on_device(signature, device), where) for name, (signature, where) in found.writes.items()}
         return found._replace(reads=reads, writes=writes)

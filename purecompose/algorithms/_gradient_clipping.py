@@ -170,7 +170,7 @@ def gradient_clipping(
         del event
         if not state.grads:
             return state
-        names = _chosen(name, tuple(where or ("*",)), tuple(exclude), tuple(state.params))
+        names = _chosen(name, ("*",) if where is None else tuple(where), tuple(exclude), tuple(state.params))
         chosen = {key: grad for key, grad in state.grads.items() if key in names}
         threshold = state.scalar(clipping_threshold)
         if clipping_type == "norm":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.averages import Every, Intervals, Point, between, gone
+from purecompose.algorithms._parts.averages import Intervals, Period, Point, between, gone
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.guarded import all_finite
@@ -61,7 +61,7 @@ def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num:
 def swa(
     start: Point = 0.7,
     end: Point = 0.97,
-    every: Every = "1ep",
+    every: Period = "1ep",
     swa_lr: Annotated[float | None, Within(0)] = None,
     anneal_strategy: Literal["linear", "cosine"] = "linear",
     anneal_steps: Annotated[int, Within(1)] = 10,

@@ -7,10 +7,11 @@ once, with the algorithms in the order determined by the passes; a step looks up
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from purecompose._support import INSTALLED
 from purecompose._support.autograd import GradMode
 from purecompose._support.checks import suggests_keywords
 from purecompose._support.device import arithmetic
@@ -95,6 +96,8 @@ class _Cache:
     """The loss of the last context."""
     constants: tuple[Constant, ...] = ()
     """The numbers and tensors that this loss reads from Python, as they were at its first step."""
+    within_torch_compile: list[tuple[Any, "Step"]] = field(default_factory=list)
+    """The backends of `torch.compile` within which the step was called, with the compiled step for each."""
     loss_editors: dict[str, bool] = field(default_factory=dict)
     """The algorithms that changed the loss at AFTER_LOSS in a first run, and whether an evaluation has said so."""
 
@@ -117,12 +120,6 @@ class Step:
         step = compose(loop_events, [alg.mixup(0.2)])
         state = step(step.init(state), batch)
     """
-
-    within_torch_compile: ClassVar[Callable[["Step", State, Any, Any], State]] = staticmethod(
-        lambda step, state, batch, backend: step(state, batch)
-    )
-    """How a step runs that is called within `torch.compile`, whose backend is the last argument. The package's public
-    names set it to a function of `purecompose.transforms`, which the core does not know."""
 
     def __init__(
         self,
@@ -183,7 +180,7 @@ class Step:
             ContractError: An algorithm changed a structure, shape or dtype that must stay the same.
         """
         if get_eval_frame_callback() is not None:
-            return without_dynamo(lambda backend: Step.within_torch_compile(self, state, batch, backend))
+            return without_dynamo(lambda backend: INSTALLED["torch.compile"](self, state, batch, backend))
         end = self.finish(self.fold(state, batch, keeps_fields=False))
         # `state` may hold a lease of a compiled step, which ends with that step's next call: read its fields now.
         return end if end.lease is None else end.unleased()

@@ -21,6 +21,7 @@ same annotations.
 Arguments with other annotations are not checked. What depends on two settings is checked by the function itself.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -32,6 +33,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 
 from torch import Tensor, nn
 
+from purecompose import tree
 from purecompose._support.checks import check_flag, check_number, check_whole, is_number, shown, suggests_keywords
 from purecompose.schedule.scalar import Hparam, Product, Scalar, Schedule, factors_of, known_part, not_a_scalar
 
@@ -104,7 +106,7 @@ class Within:
 
 
 def check_of(annotation: Any) -> Check | None:
-    """Return the check that an annotation declares, or `None` if it declares none.
+    """Return the check that an annotation declares, or `None` if it declares none, or has a part that is not known.
 
     Example:
         >>> check_of(Literal["a", "b"] | None)("c", "mine: mode")
@@ -114,16 +116,27 @@ def check_of(annotation: Any) -> Check | None:
         True
     """
     choices, checks, free = alternatives(annotation)
-    if choices:
-        checks = [functools.partial(_check_choice, choices)] if choices != (True, False) else [check_flag]
-    if not checks:
+    if not (choices or checks) or object in free:
         return None
-    [check] = checks
-    return (lambda value, where: value if isinstance(value, free) else check(value, where)) if free else check
+    kinds = {bool: "flag"} if not checks and set(choices) == {True, False} and bool in map(type, choices) else {}
+
+    def check(value: Any, where: str) -> Any:
+        if (free and isinstance(value, free)) or any(type(one) is type(value) and one == value for one in choices):
+            return value
+        for one in checks[:-1]:
+            with contextlib.suppress(TypeError, ValueError):
+                return one(value, where)
+        if checks:
+            return checks[-1](value, where)
+        return check_flag(value, where) if kinds else _check_choice(choices, value, where)
+
+    return check
 
 
 def alternatives(annotation: Any) -> tuple[tuple[Any, ...], list[Check], tuple[type, ...]]:
     """Return what an annotation declares: choices, checks of its other parts, and types that are not checked.
+
+    A part that cannot be judged is the type `object`.
 
     Example:
         >>> alternatives(bool | Literal["auto"] | None)
@@ -135,25 +148,39 @@ def alternatives(annotation: Any) -> tuple[tuple[Any, ...], list[Check], tuple[t
     if origin is Literal:
         return get_args(annotation), [], ()
     if origin is Annotated:
-        kind, declared = annotation.__origin__, annotation.__metadata__[0]
+        kind = annotation.__origin__
+        known = (one for one in annotation.__metadata__ if isinstance(one, Within | types.FunctionType))
+        declared = next(known, None)
+        if declared is None:
+            return alternatives(kind)
         if not isinstance(declared, Within):
-            return (), [declared] if callable(declared) else [], ()
-        members = get_args(kind) or (kind,)
+            return (), [declared], ()
+        members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
         check = declared.scalar if Hparam in members else declared.number if float in members else declared.whole
-        return (), [check], tuple(one for one in members if one not in get_args(Scalar))
+        others = [one for one in members if one not in get_args(Scalar)]
+        return (), [check], tuple(one for other in others for one in alternatives(other)[2])
     if origin in (Union, types.UnionType):
         parts = [alternatives(part) for part in get_args(annotation)]
         choices, checks = tuple(one for part in parts for one in part[0]), [one for part in parts for one in part[1]]
         return choices, checks, tuple(one for part in parts for one in part[2])
-    return (), [], (annotation,) if isinstance(annotation, type) else ()
+    plain = annotation if origin is None else origin
+    try:
+        isinstance(None, plain)
+    except TypeError:  # Any, a type variable, a protocol
+        return (), [], (object,)
+    return (), [], {float: (float, int), complex: (complex, float, int)}.get(plain, (plain,))
 
 
 def declarations(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function's arguments, or of a dataclass's fields; none if one is not resolvable."""
+    """Return the annotations of a function's arguments, or of a dataclass's fields; without those not resolvable."""
     try:
         hints = get_type_hints(function, include_extras=True)
-    except (NameError, TypeError):
-        return {}
+    except Exception:  # a name that only a type checker has, or text: resolve each by itself
+        hints, names = {}, getattr(function, "__globals__", {})
+        for name, annotation in getattr(function, "__annotations__", {}).items():
+            with contextlib.suppress(Exception):
+                alone = types.SimpleNamespace(__annotations__={name: annotation})
+                hints |= get_type_hints(alone, globalns=names, include_extras=True)
     return {name: hint for name, hint in hints.items() if name != "return"}
 
 
@@ -167,9 +194,11 @@ class Settings:
     """The declared arguments of a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._parameters = inspect.signature(function).parameters
-        self._name = function.__name__
+        self._function, self._signature = function, inspect.signature(function)
+        self._parameters = self._signature.parameters
+        positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self._positional = [name for name, one in self._parameters.items() if one.kind in positional]
+        self._name = getattr(function, "__name__", "the function")
         # Names in annotations that are text may be defined further below in the module.
         self._is_text = any(isinstance(one.annotation, str) for one in self._parameters.values())
         self._checks = None if self._is_text else self._resolved()
@@ -179,22 +208,27 @@ class Settings:
 
     def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments after their checks; if they do not fit the signature, the call itself explains that."""
-        try:
-            inspect.signature(self._function).bind(*args, **kwargs)
-        except TypeError:
-            return args, dict(kwargs)
         if self._checks is None:
             self._checks = self._resolved()
-        checks, names = self._checks, iter(self._parameters)
+        if not self._checks:
+            return args, dict(kwargs)
+        try:
+            named = zip([*self._positional, *[""] * len(args)], args, strict=False)
+            new_args = tuple(self._after_check(name, value) for name, value in named)
+            return new_args, {name: self._after_check(name, value) for name, value in kwargs.items()}
+        except (TypeError, ValueError):
+            try:
+                self._signature.bind(*args, **kwargs)
+            except TypeError:
+                return args, dict(kwargs)
+            raise
 
-        def after_check(name: str, value: Any) -> Any:
-            if name not in checks:
-                return value
-            check, where = checks[name]
-            return check(value, where)
-
-        new_args = tuple(after_check(next(names, ""), value) for value in args)
-        return new_args, {name: after_check(name, value) for name, value in kwargs.items()}
+    def _after_check(self, name: str, value: Any) -> Any:
+        assert self._checks is not None
+        if name not in self._checks:
+            return value
+        check, where = self._checks[name]
+        return check(value, where)
 
     def config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, with defaults, for the repr and the comparison with a checkpoint.
@@ -202,7 +236,7 @@ class Settings:
         Left out are the name, optional arguments that are not given (whose default is None or empty), and objects that
         are not settings, such as networks.
         """
-        bound = inspect.signature(self._function).bind(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return {
             name: value
@@ -240,8 +274,6 @@ def checked(function: F) -> F:
 
 
 def _check_choice(choices: tuple[Any, ...], value: Any, where: str) -> Any:
-    if any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-        return value
     # Among True and False, text is a wrong choice, and anything else is of a wrong type.
     error = TypeError if True in choices and not isinstance(value, str) else ValueError
     *others, last = map(repr, choices)
@@ -251,5 +283,7 @@ def _check_choice(choices: tuple[Any, ...], value: Any, where: str) -> Any:
 def _is_setting(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_setting, value))
+    if isinstance(value, nn.Module | Tensor) or any(isinstance(leaf, Tensor) for leaf in tree.leaves(value)):
+        return False
     is_plain = isinstance(value, bool | int | float | str | bytes | None | enum.Enum) or callable(value)
-    return (is_plain or dataclasses.is_dataclass(value)) and not isinstance(value, nn.Module | Tensor)
+    return is_plain or dataclasses.is_dataclass(value)

@@ -42,12 +42,18 @@ def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float 
 # Times
 
 
+def checked_period(every: Any, where: str) -> TimeLike:
+    """Require an interval between averages, positive and not in seconds."""
+    return checked_interval(every, where, TimeUnit.BATCH)
+
+
 def checked_every(every: Any, where: str) -> TimeLike | None:
-    """Require an interval between averages, positive and not in seconds, or `None` for every batch."""
-    return None if every is None else checked_interval(every, where, TimeUnit.BATCH)
+    """Require an interval between averages, or `None` for every batch."""
+    return None if every is None else checked_period(every, where)
 
 
 Point: TypeAlias = Annotated[TimeLike | float, named_point]
+Period: TypeAlias = Annotated[TimeLike, checked_period]
 Every: TypeAlias = Annotated[TimeLike | None, checked_every]
 
 

@@ -1,18 +1,13 @@
 """Calls of a step within `torch.compile`, which run as calls of `compile(step, donate=False, fallback=True)`."""
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
 from purecompose.transforms.compilation.inductor import mode_options
-from purecompose.transforms.compilation.step import CompiledStep, compile
-
-
-_COMPILED: WeakKeyDictionary[Step, list[tuple[Any, CompiledStep]]] = WeakKeyDictionary()
-"""The backends within which a step was called, with the compiled step for each."""
+from purecompose.transforms.compilation.step import compile
 
 
 def call_in_torch_compile(step: Step, state: State, batch: Any, backend: Any) -> State:
@@ -24,7 +19,7 @@ def call_in_torch_compile(step: Step, state: State, batch: Any, backend: Any) ->
         batch: The batch.
         backend: The backend of the `torch.compile` around the call, as `torch.compile` wraps it.
     """
-    known = _COMPILED.setdefault(step, [])
+    known = step._cache.within_torch_compile
     compiled = next((one for given, one in known if given is backend or given == backend), None)
     if compiled is None:
         compiled = compile(step, donate=False, fallback=True, quiet=True, **_options(backend))
