@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -292,10 +292,7 @@ def test_the_page_names_each_setting_that_may_move() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text()
     told = text.partition("**Scalars that change.**")[2].partition("\n* ")[0]
     moving = {
-        parameter.name
-        for factory in FACTORIES.values()
-        for parameter in inspect.signature(factory).parameters.values()
-        if parameter.annotation == Scalar
+        name for factory in FACTORIES.values() for name, hint in get_type_hints(factory).items() if hint == Scalar
     }
     assert moving == {name for name in re.findall(r"`(\w+)`", told) if name != "hparam"}
 

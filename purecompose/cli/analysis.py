@@ -286,7 +286,7 @@ def ablate(
         python -m purecompose ablate --algorithms "mixup,label_smoothing" --all-subsets --resolution 0.002
     """
     with _prepared(given) as parts:
-        num_seeds = parts.settings.seeds if "seeds" in given.chosen() else _SEEDS
+        num_seeds = parts.settings.seeds if given.names("seeds") else _SEEDS
         first = parts.settings.seed
         found = analysis.ablate(
             parts.step_with,

@@ -40,8 +40,15 @@ from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
 
 
-_FETCHED = (CONFIG, INDEX, COMMAND, VERSIONS, PLAN, HISTORY, RECORDS, RESULT)
-"""Names of the files that are read of a run in remote storage, besides the tensors of checkpoints."""
+_STATE = (CONFIG, INDEX)
+_READ = {
+    "evaluate": _STATE,
+    "predict": _STATE,
+    "plan": (CONFIG,),
+    "plot": (CONFIG, COMMAND, VERSIONS, PLAN, HISTORY, RECORDS, RESULT),
+}
+"""Names of the files that a command reads of a run in remote storage, besides the tensors of checkpoints. The other
+commands read what they replay: states and records."""
 _LENGTH = 200
 Which = Annotated[str, Shown("NAME", ("newest", "best"))]
 
@@ -92,24 +99,23 @@ def load_run(
         outputs = run.state.forward(images)
         state = purecompose.fit(run.step, run.state, run.train_data, duration="60ep")
     """
-    with fetched(run, _FETCHED) as folder:
+    with fetched(run, _STATE) as folder:
         kept = KeptRun(str(folder), data=None if data is None else str(data), allow_imports=allow_imports)
         settings, found = kept.completed()
         with arithmetic_of(settings):
             trained = _at_checkpoint(folder, checkpoint, settings, found)
-    setup, place = trained.setup, trained.checkpoint
-    place = with_urls(place) if is_remote(run) else place
+        setup, place = trained.setup, with_urls(trained.checkpoint) if is_remote(run) else trained.checkpoint
     return LoadedRun(trained.state, setup.plain_step, setup.train_data, setup.test_data, place)
 
 
-def local_copy(run: str, stack: ExitStack) -> str:
-    """Return a run, or if it is given by a URL a local copy of it while the stack is open, without its tensors.
+def local_copy(run: str, command: str, stack: ExitStack) -> str:
+    """Return a run, or if it is given by a URL a local copy of what a command reads of it, while the stack is open.
 
     Raises:
         UsageError: There is nothing at the URL, or it cannot be read.
     """
     with reported_as("", OSError, ValueError):
-        return str(stack.enter_context(fetched(run, _FETCHED))) if is_remote(run) else run
+        return str(stack.enter_context(fetched(run, _READ.get(command, (*_STATE, RECORDS))))) if is_remote(run) else run
 
 
 @dataclass(frozen=True)

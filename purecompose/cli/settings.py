@@ -156,6 +156,10 @@ class Given:
         pairs = (text.partition("=") for text in self.set)
         return allowed_by(self.values | {key: value for key, _, value in pairs}, self.allow_imports)
 
+    def names(self, setting: str) -> bool:
+        """Return whether the command line itself gives a setting, and not only a file or a recipe."""
+        return setting in self.values or any(text.partition("=")[0] == setting for text in self.set)
+
     def chosen(self, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the settings that `--set`, an option, a recipe, a file or an earlier run determine, without defaults.
 

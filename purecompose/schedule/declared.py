@@ -218,7 +218,7 @@ class Settings:
             return new_args, {name: self._after_check(name, value) for name, value in kwargs.items()}
         except (TypeError, ValueError):
             try:
-                self._signature.bind(*args, **kwargs)
+                self._signature.bind_partial(*args, **kwargs)
             except TypeError:
                 return args, dict(kwargs)
             raise

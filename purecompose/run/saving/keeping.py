@@ -160,7 +160,8 @@ class Keeper:
         self._mirror: Mirror | None = None
         self._told: str | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
-        self._waiting: tuple[Future[None], _Task] | None = None
+        self._waiting: tuple[Future[None], int, bool] | None = None
+        """The last checkpoint passed to the writing thread, its batch, and whether it is the best: not its tensors."""
         self._has_skipped = False
         self._problems: list[str] = []
         self._failure: Exception | None = None
@@ -389,15 +390,15 @@ class Keeper:
 
     def _enqueue(self, pool: ThreadPoolExecutor, task: "_Task") -> None:
         """Pass a checkpoint to the writing thread, in place of one that still waits, unless that is the best one."""
-        if self._waiting is not None and not self._waiting[1].is_best and self._waiting[0].cancel():
-            skipped = self._waiting[1].now.batch
+        if self._waiting is not None and not self._waiting[2] and self._waiting[0].cancel():
+            skipped = self._waiting[1]
             if not self._has_skipped and skipped != task.now.batch:
                 self._problems.append(
                     f"the checkpoint of batch {skipped} was skipped, and others may be: writing takes longer than the "
                     f"time between checkpoints ({self.settings.every})"
                 )
             self._has_skipped |= skipped != task.now.batch
-        self._waiting = pool.submit(self._write, task), task
+        self._waiting = pool.submit(self._write, task), task.now.batch, task.is_best
 
     def _write(self, task: "_Task") -> None:
         """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""

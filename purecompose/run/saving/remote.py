@@ -31,7 +31,7 @@ _INTERVAL = 1.0
 """Seconds between two looks at the local copy."""
 _PATIENCE = 600.0
 """Seconds for which a process waits for another one on its host that reads the folder."""
-_MAKER, _READ, _WRITER, _SENT = ".maker", ".read", ".writer", ".sent"
+_USER, _READ, _WRITER, _SENT = ".user-", ".read", ".writer", ".sent"
 """Names of files in a local copy: one names the process that makes it; the others mark it as complete; as that of the
 process that sends what has changed; and as one of which everything could be sent, since a writer's copy may otherwise
 hold the only files of a run."""
@@ -77,14 +77,20 @@ def _download(fs: Any, source: str, target: Path) -> None:
     _tried(lambda: fs.get_file(source, str(target)))
 
 
-def _tried(do: Callable[[], T]) -> T:
-    """Return what a function returns, after several attempts if necessary; raise `OSError` if all fail."""
+def _tried(do: Callable[[], T], on_failure: Callable[[], None] = lambda: None) -> T:
+    """Return what a function returns, after several attempts if necessary; raise `OSError` if all fail.
+
+    Args:
+        do: The function.
+        on_failure: Called after each attempt that fails.
+    """
     for seconds in (*_WAITS, None):
         try:
             return do()
         except (FileNotFoundError, PermissionError):
             raise
         except Exception as error:  # each storage has its own
+            on_failure()
             if seconds is None:
                 raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
             time.sleep(seconds)
@@ -105,7 +111,12 @@ def _copy_named(name: str) -> Path:
 
 def _make(copy: Path) -> None:
     copy.mkdir(mode=0o700)
-    (copy / _MAKER).write_text(disk.owner(), encoding="utf-8")
+    _note_user(copy)
+
+
+def _note_user(copy: Path) -> None:
+    """Note that this process uses a local copy, which others then do not remove."""
+    (copy / f"{_USER}{disk.owner()}").touch()
 
 
 def clear_copies() -> None:
@@ -116,9 +127,11 @@ def clear_copies() -> None:
     for copy in Path(tempfile.gettempdir()).resolve().glob("purecompose-*"):
         with contextlib.suppress(OSError, ValueError):  # another process removes it, or writes
             is_ours = not copy.is_symlink() and (os.name != "posix" or copy.stat().st_uid == os.getuid())
-            pid, token, place = (copy / _MAKER).read_text(encoding="utf-8").split("-")
-            has_ended = place == disk.short_place() and not disk.is_alive(int(pid), token)
-            if is_ours and has_ended and ((copy / _SENT).exists() or not (copy / _WRITER).exists()):
+            users = [mark.name.removeprefix(_USER).split("-") for mark in copy.glob(f"{_USER}*")]
+            have_ended = bool(users) and all(
+                place == disk.short_place() and not disk.is_alive(int(pid), token) for pid, token, place in users
+            )
+            if is_ours and have_ended and ((copy / _SENT).exists() or not (copy / _WRITER).exists()):
                 shutil.rmtree(copy, ignore_errors=True)
 
 
@@ -254,6 +267,7 @@ class Mirror:
                 time.sleep(0.05)
             if os.name == "posix" and self.local.stat().st_uid != os.getuid():
                 raise PermissionError(f"{self.url}: {self.local} belongs to another user") from None
+            _note_user(self.local)
             return False
         try:
             self._read()
@@ -291,8 +305,12 @@ class Mirror:
                 self.problem = None
             except Exception as error:  # of any storage; what is not sent now is sent later
                 self.problem = f"{self.url} cannot be written to: {type(error).__name__}: {error}"
-            with contextlib.suppress(OSError):  # a full disk
-                (self.local / _SENT).touch() if self.problem is None else (self.local / _SENT).unlink(missing_ok=True)
+            self._note_sent(self.problem is None)
+
+    def _note_sent(self, is_sent: bool) -> None:
+        """Note whether everything is sent; if not, this copy may hold the only files of the run."""
+        with contextlib.suppress(OSError):  # a full disk
+            (self.local / _SENT).touch() if is_sent else (self.local / _SENT).unlink(missing_ok=True)
 
     def _send(self) -> None:
         """Make the folder equal to the local copy."""
@@ -301,7 +319,7 @@ class Mirror:
             raise FileNotFoundError(f"another program has removed {self.local}")
         for name in sorted(now, key=_is_index):
             if self._sent.get(name) != now[name] and (self.local / name).exists():
-                _tried(lambda name=name: self._put(name))
+                _tried(lambda name=name: self._put(name), lambda: self._note_sent(False))
                 self._sent[name] = now[name]
         # Only what the local copy has had: other files in the storage are not ours.
         gone = {name for name in self._sent.keys() - now.keys() if not (self.local / name).exists()}

@@ -19,7 +19,7 @@ def make_copy(pid: int = os.getpid(), its_token: str = "00000000", place: str = 
     """Make a copy of a process; by default of an earlier one with the number of this."""
     copy = remote._copy_named(remote.new_name())
     copy.mkdir()
-    (copy / ".maker").write_text(f"{pid}-{its_token}-{place}")
+    (copy / f".user-{pid}-{its_token}-{place}").touch()
     for mark in marks:
         (copy / mark).touch()
     return copy
@@ -40,7 +40,7 @@ def test_other_copies_stay(temporary: Path) -> None:
     make_copy(os.getpid(), "00000000", short_place(), ".writer")  # whose files could not be sent
     (temporary / "purecompose-mine").mkdir()
     remote._copy_named("link").symlink_to(temporary / "purecompose-mine")
-    (make_copy() / ".maker").write_text("")
+    (make_copy() / ".user-").touch()
     before = sorted(temporary.iterdir())
     remote.clear_copies()
     assert sorted(temporary.iterdir()) == before
