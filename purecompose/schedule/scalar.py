@@ -110,7 +110,7 @@ class Schedule(_Factor):
     def scaled(self, ratio: float, *, scale_warmup: bool = False) -> Schedule:
         """Return the same curve over a time stretched by a factor: its value at t is this one's value at t / ratio.
 
-        Absolute times (`ep`, `ba`, `sp`, `tok`, `iter`) are multiplied by the ratio, and not rounded. Fractions of
+        Absolute times (`ep`, `ba`, `sp`, `tok`) are multiplied by the ratio, and not rounded. Fractions of
         the run (`dur`) do not change, because they follow the run's length; a schedule with only such times is returned
         unchanged.
 
