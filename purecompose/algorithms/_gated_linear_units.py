@@ -1,6 +1,7 @@
 """Gated linear units: replaces the first half of each feed-forward block by a product of two layers."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
@@ -170,7 +171,12 @@ def gated_linear_units(
         2016. https://arxiv.org/abs/1612.08083
     """
     rules = gated_linear_units_rules(act_fn, gated_layer_bias, non_gated_layer_bias)
-    return surgery_method(name, rules, where)
+    method = surgery_method(name, rules, where)
+    if not isinstance(act_fn, nn.Module):
+        return method
+    # A module is a setting here, which a resumed run must not change.
+    config = {"act_fn": act_fn, "gated_layer_bias": gated_layer_bias, "non_gated_layer_bias": non_gated_layer_bias}
+    return dataclasses.replace(method, config=config | ({} if where is None else {"where": tuple(where)}))
 
 
 def _class_of(module: nn.Module, *names: str) -> type[nn.Module]:

@@ -283,6 +283,8 @@ def _check_choice(choices: tuple[Any, ...], value: Any, where: str) -> Any:
 def _is_setting(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_setting, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_setting, value.values()))
     if isinstance(value, nn.Module | Tensor) or any(isinstance(leaf, Tensor) for leaf in tree.leaves(value)):
         return False
     is_plain = isinstance(value, bool | int | float | str | bytes | None | enum.Enum) or callable(value)

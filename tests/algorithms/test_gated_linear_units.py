@@ -311,3 +311,8 @@ def test_sizes_of_a_unit_are_checked(width: Any) -> None:
         GatedLinearUnit(4, width, nn.ReLU())
     with pytest.raises(TypeError, match="act: expected a module or a function"):
         GatedLinearUnit(4, 6, nn.ReLU)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_module_as_activation_is_a_setting() -> None:
+    own = pc.algorithms.gated_linear_units(nn.SiLU())
+    assert isinstance(own.config["act_fn"], nn.SiLU) and own != pc.algorithms.gated_linear_units()
