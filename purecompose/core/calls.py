@@ -79,7 +79,7 @@ def per_example(state: Any, fn: Callable[[Any], Any]) -> Any:
     with torch.no_grad():
         if current is None or purpose is None or purpose.whole_batch is None:
             return _checked(fn(state), num)
-        ranks = purpose.whole_batch
+        ranks = purpose.whole_batch.comparing() if purpose.is_first else purpose.whole_batch
         share = purpose.take_share(ranks, state)
         part = SharedPart(ranks, share, num, state.batch, state.device, shares_statistics=True)
         inner = current.region(current.num_passes, purpose._replace(part=part, whole_batch=None))

@@ -37,7 +37,7 @@ class Profile:
         **options: Further options of `torch.profiler.profile`, such as `record_shapes=True`, `with_stack=True`.
 
     Raises:
-        TypeError, ValueError: A number is not an int, or out of range.
+        TypeError, ValueError: A number is not an int, or out of range; or `on_trace_ready` is given.
 
     Example:
         >>> import tempfile
@@ -70,6 +70,8 @@ class Profile:
             "active": check_whole(active, "Profile: active", 1),
             "repeat": check_whole(repeat, "Profile: repeat", 1),
         }
+        if "on_trace_ready" in options:
+            raise TypeError("Profile: on_trace_ready: it writes the traces itself; use torch.profiler for others")
         self._options = options
         self._profiler: _Profiler | None = None
         self._finalizer: weakref.finalize | None = None

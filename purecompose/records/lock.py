@@ -21,9 +21,9 @@ except ImportError:  # not available on Windows, where nothing keeps two process
 class Lock:
     """A lock of this process on a run's folder, released at the latest with this object.
 
-    It is a record lock of POSIX on a file that names the process. The system releases it when the process ends, however
-    it ends; child processes do not inherit it; and a file system that several machines share keeps them apart, too. A
-    process loses the lock if it closes the file, so nothing else may open it.
+    It is a lock of the system on a file that names the process. The system releases it when the process ends, however
+    it ends, and a file system that several machines share keeps them apart, too. (A record lock of POSIX would be lost
+    as soon as the process closes any other handle of the file, as a copy of the folder does.)
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ def _locked(path: Path) -> Any:
     file = path.open("a+b", buffering=0)
     try:
         if fcntl is not None:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.seek(0)
         holder = escaped(file.read(200).decode("utf-8", "replace").strip())
@@ -76,6 +76,7 @@ def _locked(path: Path) -> Any:
     if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):  # removed after it was opened
         file.close()
         return _locked(path)
+    _HELD.add(file)
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     with contextlib.suppress(OSError):  # a full disk
         file.truncate(0)
@@ -88,3 +89,16 @@ def _release(file: Any, path: Path, owner: int) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
     file.close()
+
+
+_HELD: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The lock files of this process. A forked child closes them: it would keep the locks after this process has ended."""
+
+
+def _close_in_child() -> None:
+    for file in list(_HELD):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -102,7 +102,7 @@ def test_a_file_system_without_locks_is_warned_about_and_does_not_block_a_run(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
     with pytest.warns(RuntimeWarning, match="No locks available. Another process could"):
         Lock(tmp_path).take()
 
@@ -118,3 +118,11 @@ def test_a_fork_does_not_release_its_parents_lock(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").exists()
     with pytest.raises(subprocess.CalledProcessError):
         subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], check=True, stderr=subprocess.DEVNULL)
+
+
+def test_a_copy_of_the_folder_does_not_release_the_lock(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        code = f"from purecompose.records import RunFolder; RunFolder({str(tmp_path / 'run')!r}, resume=True)"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "is in use by process" in found.stderr
