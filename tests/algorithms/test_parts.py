@@ -182,7 +182,7 @@ def test_only_chosen_parameters_and_statistics_are_averaged() -> None:
 
 
 @pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])
-def test_only_chosen_gradients_are_clipped(kind: str) -> None:
+def test_only_chosen_gradients_are_clipped(kind: Any) -> None:
     start, plain = run(num=1)
     clipped = run(alg.gradient_clipping(kind, 1e-3, where="first.*"), num=1)[-1]
     excluding = run(alg.gradient_clipping(kind, 1e-3, exclude=["second.*"]), num=1)[-1]
@@ -231,3 +231,8 @@ def test_a_pattern_that_matches_nothing_is_an_error(method: Any, pattern: str) -
         method(3)
     shown = repr(method("first.*"))
     assert "where=('first.*',)" in shown and "where" not in repr(method(None))
+
+
+def test_no_pattern_clips_nothing() -> None:
+    plain = run(num=1)[-1]
+    assert_same(run(alg.gradient_clipping("norm", 1e-3, where=()), num=1)[-1].params, plain.params)
