@@ -67,11 +67,11 @@ def calls_in(compiled: Any, state: State, batch: Any) -> list[Call]:
 
     originals = [part.call for part in parts]
     for part, call in zip(parts, originals, strict=True):
-        part._call = noting(part, call)
+        part.call = noting(part, call)
     state.lease.buffers.bound.clear()  # where the calls lie ready with their arguments
     compiled(state, batch)
     for part, call in zip(parts, originals, strict=True):
-        part._call = call
+        part.call = call
     if not calls:
         raise SystemExit("the step called none of its compiled graphs: how they are found has changed")
     return calls
@@ -87,7 +87,7 @@ def sides(step: Step, num: int, batch: Any, args: argparse.Namespace, *, donate:
             call.call([*call.given])
 
     for call in calls_in(hollow, new_state(num), batch):
-        call.link._call = lambda given, results=call.results: results
+        call.link.call = lambda given, results=call.results: results
     return {
         "whole": going_on(whole, new_state(num), batch),
         "graphs": graphs,
