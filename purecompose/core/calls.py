@@ -74,8 +74,7 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
 
 def per_example(state: Any, fn: Callable[[Any], Any]) -> Any:
     """See `State.per_example`."""
-    current, num = CURRENT.get(), state.num_examples
-    purpose = current_run()
+    current, purpose, num = CURRENT.get(), current_run(), state.num_examples
     with torch.no_grad():
         if current is None or purpose is None or purpose.whole_batch is None:
             return _checked(fn(state), num)

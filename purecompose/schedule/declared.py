@@ -29,7 +29,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 
@@ -118,7 +118,7 @@ def check_of(annotation: Any) -> Check | None:
     choices, checks, free = alternatives(annotation)
     if not (choices or checks) or object in free:
         return None
-    kinds = {bool: "flag"} if not checks and set(choices) == {True, False} and bool in map(type, choices) else {}
+    is_flag = choices == (True, False) and all(type(one) is bool for one in choices)
 
     def check(value: Any, where: str) -> Any:
         if (free and isinstance(value, free)) or any(type(one) is type(value) and one == value for one in choices):
@@ -128,7 +128,7 @@ def check_of(annotation: Any) -> Check | None:
                 return one(value, where)
         if checks:
             return checks[-1](value, where)
-        return check_flag(value, where) if kinds else _check_choice(choices, value, where)
+        return check_flag(value, where) if is_flag else _refuse(choices, value, where)
 
     return check
 
@@ -273,7 +273,7 @@ def checked(function: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def _check_choice(choices: tuple[Any, ...], value: Any, where: str) -> Any:
+def _refuse(choices: tuple[Any, ...], value: Any, where: str) -> NoReturn:
     # Among True and False, text is a wrong choice, and anything else is of a wrong type.
     error = TypeError if True in choices and not isinstance(value, str) else ValueError
     *others, last = map(repr, choices)
