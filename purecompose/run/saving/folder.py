@@ -290,16 +290,21 @@ def _delete(path: Path) -> None:
 
 def _check_replaceable(target: Path) -> None:
     """Raise if the target exists and is not a checkpoint, because it would be lost."""
-    if os.path.lexists(target) and not _is_ours_alone(target):
+    if not _is_ours_alone(target):
         raise FileExistsError(f"{target} is not a checkpoint, and would be lost: choose another name")
 
 
 def _is_ours_alone(path: Path) -> bool:
-    """Return whether this is a checkpoint's folder, with nothing else in it."""
+    """Return whether there is a checkpoint's folder with nothing else in it, or nothing at all.
+
+    It is looked at once, because another writer may move it away and back between two looks.
+    """
     try:
-        return path.is_dir() and all(file.name == INDEX or is_file_name(file.name) for file in path.iterdir())
-    except FileNotFoundError:  # another writer has just moved it
-        return True
+        return all(name == INDEX or is_file_name(name) for name in os.listdir(path))
+    except FileNotFoundError:
+        return not path.is_symlink()  # a link to nothing
+    except NotADirectoryError:
+        return False
 
 
 # The processes that write

@@ -108,6 +108,26 @@ def test_threads_that_save_to_one_path_leave_one_whole_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
+def test_a_checkpoint_that_another_writer_moves_away_can_be_replaced(tmp_path, monkeypatch):
+    """The other writer comes between two looks at the target, wherever they are."""
+    target, looks = pc.save(make_state(), tmp_path / "one"), []
+
+    def moving(look):
+        def moved(path, *args, **kwargs):
+            found = look(path, *args, **kwargs)
+            if os.fspath(path) == str(target) and not looks:
+                looks.append(look)
+                target.rename(tmp_path / "moved")
+            return found
+
+        return moved
+
+    for name in ("lstat", "stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, moving(getattr(os, name)))
+    assert pc.save(make_state(), target) == target
+    assert looks and sorted(path.name for path in tmp_path.iterdir()) == ["moved", "one"]
+
+
 def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
