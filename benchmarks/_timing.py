@@ -49,11 +49,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def paired(
-    fns: Mapping[str, Callable[[], object]],
-    *,
-    calls: int,
-    blocks: int,
-    clock: Callable[[], float] = time.perf_counter,
+    fns: Mapping[str, Callable[[], object]], *, calls: int, blocks: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
     """Seconds per call of each function, one number a block; the functions take turns block by block.
 

@@ -102,10 +102,7 @@ def passes(operation: Operation, dtype: torch.dtype) -> dict[str, Callable[[], o
         with torch.no_grad():
             operation.fn(*inputs)
 
-    return {
-        "forward": forward,
-        "backward": lambda: torch.autograd.grad(result, inputs, grad, retain_graph=True),
-    }
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(result, inputs, grad, retain_graph=True)}
 
 
 def operation_rows(calls: int, blocks: int) -> list[Row]:

@@ -144,10 +144,7 @@ def main() -> None:
 
 
 _CHOICES = ("gpus", "network", "batch", "global_batch", "utilisation", "as_if")
-_SHOWN: dict[str, list[list[str]]] = {
-    "resnet": [[], ["part"]],
-    "gpt": [[], ["overlap"]],
-}
+_SHOWN: dict[str, list[list[str]]] = {"resnet": [[], ["part"]], "gpt": [[], ["overlap"]]}
 """What is otherwise in the table that is written."""
 
 

@@ -76,12 +76,7 @@ class Unsized:
 
 def make_state(net: nn.Module | None = None, **options: Any) -> State:
     """Return a state for classification, by default with SGD with momentum."""
-    options = {
-        "loss": pc.losses.cross_entropy,
-        "optimizer": optim.sgd(0.1, momentum=0.9),
-        "duration": "2ep",
-        **options,
-    }
+    options = {"loss": pc.losses.cross_entropy, "optimizer": optim.sgd(0.1, momentum=0.9), "duration": "2ep", **options}
     return State.create(make_mlp() if net is None else net, **options)
 
 

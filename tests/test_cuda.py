@@ -107,10 +107,7 @@ def on_gpu() -> Iterator[torch.device]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-DEVICES = [
-    pytest.param("meta", on_meta, id="meta"),
-    pytest.param("cuda", on_gpu, id="cuda", marks=needs_cuda),
-]
+DEVICES = [pytest.param("meta", on_meta, id="meta"), pytest.param("cuda", on_gpu, id="cuda", marks=needs_cuda)]
 Watch = Callable[[], Any]
 
 

@@ -67,14 +67,7 @@ def _rates(half: float, single: float, double: float) -> dict[torch.dtype, float
 
 
 H100 = Device(
-    "NVIDIA H100 80GB HBM3",
-    (9, 0),
-    132,
-    80 * 2**30,
-    3.35e12,
-    _rates(989e12, 67e12, 67e12),
-    50 * 2**20,
-    227 * 2**10,
+    "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 * 2**30, 3.35e12, _rates(989e12, 67e12, 67e12), 50 * 2**20, 227 * 2**10
 )
 A100 = Device(
     "NVIDIA A100-SXM4-80GB",

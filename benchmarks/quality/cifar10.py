@@ -55,11 +55,7 @@ def parts(settings: Settings) -> Parts:
         s["bias_lr"] * curve, momentum=0.85, nesterov=True, groups={"*head.weight": {"lr": s["head_lr"] * curve}}
     )
     small = {"initial_scale": s["scale"], "delay_fraction": s["delay"], "finetune_fraction": s["full"]}
-    methods = [
-        alg.channels_last(),
-        alg.progressive_resizing(s["mode"], **small),
-        alg.label_smoothing(s["smoothing"]),
-    ]
+    methods = [alg.channels_last(), alg.progressive_resizing(s["mode"], **small), alg.label_smoothing(s["smoothing"])]
     if s["freeze_level"]:
         methods.append(alg.layer_freezing(s["freeze_start"], s["freeze_level"], num_stages=None))
     return Parts(methods, optim.by_pattern({"*stages.*": filters}, rest))

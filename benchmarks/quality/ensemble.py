@@ -88,11 +88,7 @@ def new_state(side: Side, seed: int, num_batches: int, data: pc.data.ImageData) 
         net = models.build("mlp", in_shape=data.in_shape, num_classes=data.num_classes, seed=number,
                            hidden=(side.hidden, side.hidden), dropout=side.dropout)  # fmt: skip
         return State.create(
-            net,
-            loss=pc.losses.cross_entropy,
-            optimizer=optimizer_of(side.lr),
-            key=number,
-            duration=f"{num_batches}ba",
+            net, loss=pc.losses.cross_entropy, optimizer=optimizer_of(side.lr), key=number, duration=f"{num_batches}ba"
         )
 
     members = [member(100 * seed + number) for number in range(side.num_members)]

@@ -228,10 +228,7 @@ def recipe_parts(settings: Settings) -> Parts:
     """Return the recipe: Muon for the matrices of the blocks, AdamW for the rest, averages of the weights."""
     curve = schedule.linear(warmup=f"{settings['warmup']}dur", alpha_f=settings["last"])
     muon = optim.muon(
-        settings["lr"] * curve,
-        momentum=settings["momentum"],
-        weight_decay=0.0,
-        ns_steps=settings["ns_steps"],
+        settings["lr"] * curve, momentum=settings["momentum"], weight_decay=0.0, ns_steps=settings["ns_steps"]
     )
     adamw = optim.adamw(settings["adamw_lr"] * curve, betas=tuple(settings["betas"]), weight_decay=0.0)
     methods = [alg.ema(settings["ema"], start=0.5)] if settings["ema"] else []

@@ -257,14 +257,8 @@ _SETTINGS: dict[str, Setting] = {
         lambda: torch.is_anomaly_enabled() and ("with check_nan" if torch.is_anomaly_check_nan_enabled() else "on"),
         lambda mode: torch.set_anomaly_enabled(bool(mode), mode != "on"),
     ),
-    "autocast": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda enabled: torch.set_autocast_enabled("cpu", enabled),
-    ),
-    "autocast dtype": (
-        lambda: torch.get_autocast_dtype("cpu"),
-        lambda dtype: torch.set_autocast_dtype("cpu", dtype),
-    ),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda enabled: torch.set_autocast_enabled("cpu", enabled)),
+    "autocast dtype": (lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)),
     "default device": (
         torch.get_default_device,
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),

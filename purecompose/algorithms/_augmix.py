@@ -10,14 +10,7 @@ from torch import Tensor
 from purecompose import random
 from purecompose.algorithms._parts.checks import Field, WrittenField
 from purecompose.algorithms._parts.images import SEVERITY, check_written, one_operation_each, warn_of_maps, with_images
-from purecompose.algorithms.images import (
-    Primitive,
-    Scale,
-    ValueRange,
-    check_value_range,
-    chosen_primitives,
-    on_levels,
-)
+from purecompose.algorithms.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
 from purecompose.algorithms.images.assignment import assigned, can_read
 from purecompose.algorithms.images.primitives import AugmentationSet
 from purecompose.algorithms.images.samples import SampleTransform

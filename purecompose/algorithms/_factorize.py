@@ -10,11 +10,7 @@ from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import on_module, surgery_method
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.nn.layers._forms import check_latent, is_plain, is_tied, latent_size
-from purecompose.nn.layers.factorized import (
-    FactorizedConv2d,
-    FactorizedLinear,
-    factorizing_could_speedup,
-)
+from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
 from purecompose.schedule.declared import Within, checked
 
 

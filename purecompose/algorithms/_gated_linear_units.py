@@ -20,14 +20,7 @@ from purecompose.schedule.declared import checked
 
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
-    {
-        "gelu": nn.GELU,
-        "identity": nn.Identity,
-        "relu": nn.ReLU,
-        "sigmoid": nn.Sigmoid,
-        "silu": nn.SiLU,
-        "tanh": nn.Tanh,
-    }
+    {"gelu": nn.GELU, "identity": nn.Identity, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU, "tanh": nn.Tanh}
 )
 """Map from the names of activations to their modules."""
 
@@ -49,9 +42,7 @@ Activation: TypeAlias = Annotated[str | Callable[[Tensor], Tensor] | None, _chec
 
 @checked
 def gated_linear_units_rules(
-    act_fn: Activation = None,
-    gated_layer_bias: bool = False,
-    non_gated_layer_bias: bool = False,
+    act_fn: Activation = None, gated_layer_bias: bool = False, non_gated_layer_bias: bool = False
 ) -> surgery.Rules:
     """Return the rules of the surgery.
 

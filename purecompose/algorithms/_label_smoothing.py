@@ -65,10 +65,7 @@ def smooth_labels(
 
 @factory
 def label_smoothing(
-    smoothing: Annotated[Scalar, SMOOTHING] = 0.1,
-    *,
-    name: str = "label_smoothing",
-    target_field: WrittenField = None,
+    smoothing: Annotated[Scalar, SMOOTHING] = 0.1, *, name: str = "label_smoothing", target_field: WrittenField = None
 ) -> Algorithm:
     """Spread a share of each target over all classes.
 

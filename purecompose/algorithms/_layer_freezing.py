@@ -194,12 +194,7 @@ def layer_freezing(
         return state.replace(paused=context.paused.union(*layers))
 
     is_neutral = freeze_level == 0 or freeze_start == 1
-    return Algorithm(
-        name,
-        NEVER if is_neutral else on(Event.BATCH_START) & after(freeze_start),
-        apply,
-        host=True,
-    )
+    return Algorithm(name, NEVER if is_neutral else on(Event.BATCH_START) & after(freeze_start), apply, host=True)
 
 
 def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:

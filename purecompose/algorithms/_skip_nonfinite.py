@@ -91,8 +91,7 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
         own = slot.own if isinstance(slot, _Running) else slot
         count = SkipCount(own.skipped + skipped.to(own.skipped.dtype))
         return _restored(state, slot, is_good).replace(
-            slots={**state.slots, name: count},
-            metrics={**state.metrics, f"{name}/skipped": skipped.to(torch.float32)},
+            slots={**state.slots, name: count}, metrics={**state.metrics, f"{name}/skipped": skipped.to(torch.float32)}
         )
 
     return Algorithm(

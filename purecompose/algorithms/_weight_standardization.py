@@ -82,10 +82,7 @@ filters; the settings are those of `weight_standardization_rules`.
 
 @factory
 def weight_standardization(
-    n_last_layers_ignore: NumIgnored = 0,
-    *,
-    where: Where = None,
-    name: str = "weight_standardization",
+    n_last_layers_ignore: NumIgnored = 0, *, where: Where = None, name: str = "weight_standardization"
 ) -> Algorithm:
     """Standardize the filters of convolutions.
 

@@ -10,14 +10,7 @@ from purecompose.analysis import predicates
 from purecompose.analysis.ablation import ablate
 from purecompose.analysis.comparing import CheckpointDifference, Comparison, compare
 from purecompose.analysis.drawings import draw_ablation, draw_learning_rate_range
-from purecompose.analysis.effects import (
-    FEWEST_SEEDS,
-    Ablation,
-    Cell,
-    Effect,
-    Interval,
-    simultaneous_intervals,
-)
+from purecompose.analysis.effects import FEWEST_SEEDS, Ablation, Cell, Effect, Interval, simultaneous_intervals
 from purecompose.analysis.explaining import Example, Explanation, Layer, explain, explain_batch
 from purecompose.analysis.replaying import MaxDifference, RecordedRun, Replay, replay
 from purecompose.analysis.searching import Bisection, bisect

@@ -161,12 +161,7 @@ class Sensitivity:
 
 
 def sensitivity(
-    window: Window,
-    of: Objective,
-    to: Iterable[str] | None = None,
-    *,
-    mode: str = "auto",
-    size: float = 1e-4,
+    window: Window, of: Objective, to: Iterable[str] | None = None, *, mode: str = "auto", size: float = 1e-4
 ) -> Sensitivity:
     """Return how a result depends on named scalars, by the gradient through a window of training steps.
 

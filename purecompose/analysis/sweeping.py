@@ -244,13 +244,7 @@ class LearningRateRange:
 
 
 def learning_rate_range(
-    step: Step,
-    state: State,
-    data: Any,
-    *,
-    low: float = 1e-5,
-    high: float = 1.0,
-    num_batches: int = 100,
+    step: Step, state: State, data: Any, *, low: float = 1e-5, high: float = 1.0, num_batches: int = 100
 ) -> LearningRateRange:
     """Train with a learning rate that grows exponentially from batch to batch, and return the losses.
 

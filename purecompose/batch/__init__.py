@@ -15,15 +15,7 @@ Batches of graphs, in the form of torch_geometric's `Batch`, and packed sequence
 their rows are nodes, edges and time steps, and they cannot be cut without a `Splitter`.
 """
 
-from purecompose.batch.examples import (
-    Splitter,
-    bounds,
-    num_examples,
-    num_tokens,
-    reported_size,
-    split,
-    take,
-)
+from purecompose.batch.examples import Splitter, bounds, num_examples, num_tokens, reported_size, split, take
 from purecompose.batch.fields import (
     AS_ARGUMENT,
     WHOLE,

@@ -193,11 +193,7 @@ def _predicate(text: str, setup: Setup) -> Any:
 
 
 def compare(
-    run_a: Run,
-    run_b: Run,
-    *,
-    tolerance: Annotated[float, Shown("FRACTION")] = 0.0,
-    allow_imports: bool = False,
+    run_a: Run, run_b: Run, *, tolerance: Annotated[float, Shown("FRACTION")] = 0.0, allow_imports: bool = False
 ) -> None:
     """Show where two runs begin to differ, and why.
 

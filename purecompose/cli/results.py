@@ -69,11 +69,7 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(
-    run: str | Path,
-    checkpoint: str = "newest",
-    *,
-    data: str | Path | None = None,
-    allow_imports: bool = False,
+    run: str | Path, checkpoint: str = "newest", *, data: str | Path | None = None, allow_imports: bool = False
 ) -> LoadedRun:
     """Load a run that was trained by `python -m purecompose train --out FOLDER`.
 

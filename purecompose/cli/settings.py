@@ -14,17 +14,7 @@ from purecompose._support.device import PRECISIONS
 from purecompose._support.files import read_whole
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.recipes import RECIPES, recipe
-from purecompose.cli.options import (
-    KINDS,
-    File,
-    Number,
-    Shown,
-    Time,
-    UsageError,
-    option_of,
-    parts_of,
-    reported_as,
-)
+from purecompose.cli.options import KINDS, File, Number, Shown, Time, UsageError, option_of, parts_of, reported_as
 from purecompose.cli.own import allowed_by
 from purecompose.nn.models import MODELS, check_options
 

@@ -269,10 +269,7 @@ def arithmetic_of(settings: Settings) -> Iterator[None]:
     if num_threads < 1:
         raise UsageError(f"--threads: expected a positive number, got {num_threads}")
     threads, were_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    only_warned, benchmarked = (
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-    )
+    only_warned, benchmarked = (torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark)
     # cuBLAS reads this when it starts. Without it, torch warns of matrix products in deterministic mode.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with ExitStack() as stack:

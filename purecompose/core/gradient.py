@@ -233,9 +233,7 @@ _differentiable_gradients = functools.partial(torch.autograd.grad, create_graph=
 
 
 def _grads(
-    loss: Any,
-    leaves: dict[str, Tensor],
-    engine: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]],
+    loss: Any, leaves: dict[str, Tensor], engine: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor | None]]
 ) -> dict[str, Tensor]:
     """Return the gradients of the loss with respect to the leaves that it reaches; sparse ones become dense."""
     _check_loss(loss)

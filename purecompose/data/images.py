@@ -26,10 +26,7 @@ _DIGITS_TEST_SIZE = 360
 _DIGITS_SEED = 0
 
 # The common names of the four arrays in an archive.
-_NPZ_KEYS = (
-    ("x_train", "y_train", "x_test", "y_test"),
-    ("train_images", "train_labels", "test_images", "test_labels"),
-)
+_NPZ_KEYS = (("x_train", "y_train", "x_test", "y_test"), ("train_images", "train_labels", "test_images", "test_labels"))
 _IDX_FILES = {"train-images": 3, "train-labels": 1, "t10k-images": 3, "t10k-labels": 1}
 """The first part of each file's name, and the number of its axes."""
 _IDX_UINT8 = 0x08

@@ -150,11 +150,7 @@ def text_windows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def load_text(
-    path: str | Path,
-    length: int = 128,
-    *,
-    vocabulary: CharacterVocabulary | None = None,
-    test_share: float = 0.1,
+    path: str | Path, length: int = 128, *, vocabulary: CharacterVocabulary | None = None, test_share: float = 0.1
 ) -> TextData:
     """Read a text file into memory, on the CPU, as windows of characters.
 

@@ -25,12 +25,7 @@ learning rate; "by schedule" does so times only the learning rate's schedule."""
 
 
 def decayed(
-    how: Decay,
-    grads: list[Tensor],
-    params: list[Tensor],
-    weight_decay: Scalar,
-    lr: Scalar,
-    value: Value,
+    how: Decay, grads: list[Tensor], params: list[Tensor], weight_decay: Scalar, lr: Scalar, value: Value
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return gradients and parameters with the decay applied; a decay that is the number 0 costs nothing.
 

@@ -26,10 +26,7 @@ from purecompose.schedule.scalar import known_part
 
 
 def from_torch(
-    optimizer: type[torch.optim.Optimizer],
-    *,
-    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
-    **settings: Any,
+    optimizer: type[torch.optim.Optimizer], *, groups: Mapping[str, Mapping[str, Any]] | Groups = (), **settings: Any
 ) -> FromTorch:
     """Return an optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
 

@@ -100,11 +100,7 @@ def muon(
 
 
 def orthogonalized(
-    matrix: Tensor,
-    *,
-    coefficients: tuple[float, float, float] = _COEFFICIENTS,
-    steps: int = 5,
-    eps: float = 1e-7,
+    matrix: Tensor, *, coefficients: tuple[float, float, float] = _COEFFICIENTS, steps: int = 5, eps: float = 1e-7
 ) -> Tensor:
     """Return matrices with their singular values brought near to 1 and their singular vectors kept.
 

@@ -107,11 +107,7 @@ def truncated_normal(
 
 
 def gamma(
-    key: Tensor | Rng,
-    concentration: float | Tensor,
-    shape: Shape | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
+    key: Tensor | Rng, concentration: float | Tensor, shape: Shape | None = None, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Draw gamma numbers of scale 1, by Marsaglia and Tsang's method with a fixed number of rounds.
 

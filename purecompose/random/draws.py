@@ -47,12 +47,7 @@ def bits(key: Tensor | Rng, shape: Shape) -> Tensor:
 
 
 def uniform(
-    key: Tensor | Rng,
-    shape: Shape,
-    *,
-    low: float = 0.0,
-    high: float = 1.0,
-    dtype: torch.dtype = torch.float32,
+    key: Tensor | Rng, shape: Shape, *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Draw uniform numbers in [low, high): 53 random bits for float64, 24 for float32, 11 for float16, 8 for bfloat16.
 
@@ -322,12 +317,7 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
 
 
 def choice(
-    key: Tensor | Rng,
-    n: int,
-    k: int,
-    p: Tensor | Sequence[float] | None = None,
-    *,
-    replace: bool = False,
+    key: Tensor | Rng, n: int, k: int, p: Tensor | Sequence[float] | None = None, *, replace: bool = False
 ) -> Tensor:
     """Choose `k` of `n` positions, in the order of drawing.
 

@@ -261,9 +261,5 @@ def _unflatten(leaves: Any, context: Any) -> Rng:
 
 
 _pytree.register_pytree_node(
-    Rng,
-    _flatten,
-    _unflatten,
-    flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="purecompose.random.Rng",
+    Rng, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys, serialized_type_name="purecompose.random.Rng"
 )

@@ -354,10 +354,7 @@ class ReduceOnPlateau:
         is_due = (now - since)[..., unit] >= self.patience.value
         pause = torch.zeros_like(now)
         pause[unit] = int(self.cooldown.value)
-        memory = {
-            "best": torch.where(better, value, best),
-            "since": torch.where(is_due[..., None], now + pause, since),
-        }
+        memory = {"best": torch.where(better, value, best), "since": torch.where(is_due[..., None], now + pause, since)}
         return state.replace(
             slots={**state.slots, self.name: memory},
             hparams={**state.hparams, self.hparam: self._reduced(state.hparams[self.hparam], is_due)},

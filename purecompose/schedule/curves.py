@@ -33,12 +33,7 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | 
     return _annealed("constant", {"alpha": alpha}, curve, t_max, warmup)
 
 
-def linear(
-    alpha_i: float = 1.0,
-    alpha_f: float = 0.0,
-    t_max: TimeLike = "1dur",
-    warmup: TimeLike = "0ba",
-) -> Schedule:
+def linear(alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
     """Return a straight line from `alpha_i` to `alpha_f`, after a linear warm-up from 0 to `alpha_i`.
 
     With tau = clip((t - warmup) / (t_max - warmup), 0, 1) the multiplier is alpha_i + tau (alpha_f -

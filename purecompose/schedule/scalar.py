@@ -223,10 +223,7 @@ def factors_of(scalar: Scalar | _Factor) -> tuple[Scalar, ...]:
 
 
 def resolve(
-    scalar: Scalar,
-    *,
-    hparams: Mapping[str, Tensor],
-    scheduled: Callable[[Schedule], float | Tensor],
+    scalar: Scalar, *, hparams: Mapping[str, Tensor], scheduled: Callable[[Schedule], float | Tensor]
 ) -> float | Tensor:
     """Return the value of a scalar in a running step.
 

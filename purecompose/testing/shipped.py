@@ -176,12 +176,7 @@ _NO_BATCHNORM = ("vectors", "soft", "tokens", "frozen", "zero_head", "double", "
 
 
 _ROWS = (
-    Row(
-        "alibi",
-        examples=("alibi(0.6)", "alibi(1)"),
-        tasks=("tokens",),
-        needs=(SelfAttention,),
-    ),
+    Row("alibi", examples=("alibi(0.6)", "alibi(1)"), tasks=("tokens",), needs=(SelfAttention,)),
     Row(
         "augmix",
         # Few operations, because each is compiled for every step of a chain; RandAugment's examples have all of them.
@@ -318,14 +313,9 @@ _ROWS = (
             exclude=_EXCLUDED,
         ),
     ),
+    Row("gradient_noise_scale", examples=("gradient_noise_scale()", "gradient_noise_scale(0)")),
     Row(
-        "gradient_noise_scale",
-        examples=("gradient_noise_scale()", "gradient_noise_scale(0)"),
-    ),
-    Row(
-        "gradient_norm",
-        examples=("gradient_norm()", "gradient_norm(each=True)"),
-        neutral="gradient_norm(total=False)",
+        "gradient_norm", examples=("gradient_norm()", "gradient_norm(each=True)"), neutral="gradient_norm(total=False)"
     ),
     Row(
         "gyro_dropout",
@@ -340,11 +330,7 @@ _ROWS = (
             feature_dim=st.sampled_from([None, 1, -1]),
         ),
     ),
-    Row(
-        "label_smoothing",
-        examples=("label_smoothing(0.1)", "label_smoothing(1)"),
-        neutral="label_smoothing(0)",
-    ),
+    Row("label_smoothing", examples=("label_smoothing(0.1)", "label_smoothing(1)"), neutral="label_smoothing(0)"),
     Row(
         "layer_freezing",
         examples=("layer_freezing(0.0, num_stages=None)", "layer_freezing(0.3, num_stages=3)"),
@@ -397,9 +383,7 @@ _ROWS = (
         tasks=_NO_BATCHNORM,
         settings=_settings(
             "per_example_clipping",
-            always={
-                "max_norm": _scalars("per_example_clipping/max_norm", _or_floats([1.0, 1, 0.1], 1e-3, 1e3)),
-            },
+            always={"max_norm": _scalars("per_example_clipping/max_norm", _or_floats([1.0, 1, 0.1], 1e-3, 1e3))},
             # Noise far above the bound would drive the weights out of the range of float32.
             noise_multiplier=_scalars("per_example_clipping/noise_multiplier", _or_floats([0.0, 0, 0.5], 0, 1)),
             chunk_size=st.sampled_from([None, 1, 3]),

@@ -370,9 +370,7 @@ def _loops(draw: st.DrawFn) -> Program:
 
 @st.composite
 def cases(
-    draw: st.DrawFn,
-    tasks: Sequence[Task] = tuple(TASKS.values()),
-    algorithm: Algorithm | Subject | str | None = None,
+    draw: st.DrawFn, tasks: Sequence[Task] = tuple(TASKS.values()), algorithm: Algorithm | Subject | str | None = None
 ) -> Case:
     """Generate cases on these tasks, at any point of a short run, with any companions.
 

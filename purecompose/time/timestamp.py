@@ -70,12 +70,7 @@ class RunLength:
         return None
 
 
-_COUNTERS = {
-    TimeUnit.EPOCH: "epoch",
-    TimeUnit.BATCH: "batch",
-    TimeUnit.SAMPLE: "sample",
-    TimeUnit.TOKEN: "token",
-}
+_COUNTERS = {TimeUnit.EPOCH: "epoch", TimeUnit.BATCH: "batch", TimeUnit.SAMPLE: "sample", TimeUnit.TOKEN: "token"}
 
 
 @dataclasses.dataclass(frozen=True)

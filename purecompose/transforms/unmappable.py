@@ -65,21 +65,13 @@ _REFUSED = (
         "an autograd.Function cannot be mapped as it is (nor can backward hooks of modules, which are made of one)",
         "Define setup_context, and set generate_vmap_rule = True",
     ),
-    (
-        r"`\.?data`",
-        "`.data` of a tensor is assigned",
-        "Write self.name = value for a buffer of the network",
-    ),
+    (r"`\.?data`", "`.data` of a tensor is assigned", "Write self.name = value for a buffer of the network"),
     (
         "from the 'Sparse|for Sparse tensors|aten::_?sparse",
         "a sparse tensor is computed with, which torch.vmap cannot map",
         "Gather and add up its rows (x[columns], index_add)",
     ),
-    (
-        "[Bb]atching rule|^vmap",
-        "torch.vmap cannot map an operation",
-        "Replace the layer or the operation",
-    ),
+    ("[Bb]atching rule|^vmap", "torch.vmap cannot map an operation", "Replace the layer or the operation"),
 )
 """Regular expressions for torch's messages, their meanings, and the remedies."""
 

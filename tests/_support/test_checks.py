@@ -56,11 +56,7 @@ def test_valid_arguments_are_returned():
             ValueError,
             "f: x: expected a finite number in [0, 1), got 1.0 (float)",
         ),
-        (
-            lambda: check_number(0, "f: x", 0, above=True),
-            ValueError,
-            "f: x: expected a finite number > 0, got 0 (int)",
-        ),
+        (lambda: check_number(0, "f: x", 0, above=True), ValueError, "f: x: expected a finite number > 0, got 0 (int)"),
     ],
 )
 def test_invalid_arguments_are_refused(call, error, message):

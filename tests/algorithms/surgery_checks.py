@@ -10,18 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from purecompose import (
-    Algorithm,
-    State,
-    Trait,
-    compose,
-    loop_events,
-    losses,
-    optim,
-    surgery,
-    to_module,
-    tree,
-)
+from purecompose import Algorithm, State, Trait, compose, loop_events, losses, optim, surgery, to_module, tree
 
 
 def make_state(net: nn.Module, *, key: int = 0, **options: Any) -> State:

@@ -155,21 +155,13 @@ LAYERS: Any = layers
         (lambda: alg.stochastic_depth(drop_warmup=-0.1), ValueError, "stochastic_depth: drop_warmup"),
         (lambda: alg.swa(0.9, 0.9), ValueError, "expected end after start, got 0.9dur and 0.9dur"),
         # Cores.
-        (
-            lambda: functional.gyro_drop(KEY, IMAGES, feature_dim=5),
-            ValueError,
-            "feature_dim=5: expected one of",
-        ),
+        (lambda: functional.gyro_drop(KEY, IMAGES, feature_dim=5), ValueError, "feature_dim=5: expected one of"),
         (lambda: functional.mixup_batch(KEY, IMAGES, IMAGES, mixing=torch.ones(3)), ValueError, "got .2,. and .3,."),
         (lambda: functional.blur_2d(IMAGES[0, 0]), ValueError, r"blur_2d: expected an input .* got shape \(4, 4\)"),
         (lambda: functional.blur_2d(IMAGES.int()), TypeError, "blur_2d: expected a floating input, got torch.int"),
         (lambda: functional.blur_2d(IMAGES, kernel=torch.ones(2, 2)), ValueError, "odd sides, got shape"),
         (lambda: functional.blur_2d(IMAGES, kernel=torch.ones(2, 3, 3)), ValueError, r"or \(3, h, w\)"),
-        (
-            lambda: functional.standardized(torch.zeros(3)),
-            ValueError,
-            "standardized: expected a weight",
-        ),
+        (lambda: functional.standardized(torch.zeros(3)), ValueError, "standardized: expected a weight"),
         # Layers.
         (lambda: LAYERS.BlurConv2d(nn.Conv1d(2, 2, 3, 2)), TypeError, "BlurConv2d: expected an nn.Conv2d, got Conv1d"),
         (lambda: LAYERS.BlurConv2d(nn.Conv2d(2, 2, 3, 2), 1), TypeError, "BlurConv2d: blur_first: expected True"),

@@ -104,11 +104,7 @@ def test_selects_pairs_of_the_batch(kind, num, keep):
 def test_the_same_rows_of_every_member_are_selected():
     inputs, targets = make_batch()
     mixture = Mixture.of(targets).mixed_with(torch.arange(10).flip(0), 0.25)
-    batch = {
-        "x": inputs,
-        "y": mixture,
-        "more": {"id": torch.arange(10), "note": "kept", "scale": torch.tensor(2.0)},
-    }
+    batch = {"x": inputs, "y": mixture, "more": {"id": torch.arange(10), "note": "kept", "scale": torch.tensor(2.0)}}
     state = make_state(input_field="x", target_field="y")
     chosen = selected(always(), state, batch)
     ids = chosen["more"]["id"]

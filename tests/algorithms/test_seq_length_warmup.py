@@ -81,13 +81,7 @@ def test_time_counts_the_loaders_batches(truncate):
 
 
 @pytest.mark.parametrize(
-    ("duration", "options"),
-    [
-        ("10ba", {}),
-        ("2ep", {"batches_per_epoch": 5}),
-        ("40sp", {}),
-        ("640tok", {}),
-    ],
+    ("duration", "options"), [("10ba", {}), ("2ep", {"batches_per_epoch": 5}), ("40sp", {}), ("640tok", {})]
 )
 def test_any_unit_of_a_runs_length_works(duration, options):
     seen, _ = run(seq_length_warmup(0.6, 2, 14, 2), make_state(duration, **options), make_batch(), 10)

@@ -63,8 +63,7 @@ def test_the_defaults_over_a_thousand_batches():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"duration": 0}, {"max_seq_length": 8}, {"max_seq_length": 10, "step_size": 100}, {"duration": 1e-300}],
+    "settings", [{"duration": 0}, {"max_seq_length": 8}, {"max_seq_length": 10, "step_size": 100}, {"duration": 1e-300}]
 )
 def test_nothing_divides_by_zero(settings):
     lengths = [warmup_length(batch / 3, **settings) for batch in range(4)]

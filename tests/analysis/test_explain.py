@@ -84,11 +84,7 @@ def test_a_program_without_such_losses_has_the_rest_of_the_report() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "note"),
-    [
-        (0, math.nan, "inputs are not finite"),
-        (0, 1e6, "times the typical"),
-        (1, -math.inf, "targets are not finite"),
-    ],
+    [(0, math.nan, "inputs are not finite"), (0, 1e6, "times the typical"), (1, -math.inf, "targets are not finite")],
 )
 def test_conspicuous_examples_come_first(field: int, value: float, note: str) -> None:
     batch = torch.randn(16, 4), torch.randn(16, 3).softmax(1)

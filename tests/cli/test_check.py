@@ -98,16 +98,10 @@ def test_json(here, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            "cli_algorithms:god",
-            "cli_algorithms:god: the module cli_algorithms has no 'god'; did you mean 'good'?",
-        ),
+        ("cli_algorithms:god", "cli_algorithms:god: the module cli_algorithms has no 'god'; did you mean 'good'?"),
         ("cli_algoritms:good", "there is no module 'cli_algoritms' here; did you mean 'cli_algorithms'?"),
         ("cli_algorithms.py:good", "expected a module's name, not a file's, such as cli_algorithms:good"),
-        (
-            "cli_missing:good",
-            "cli_missing cannot be imported: ModuleNotFoundError: No module named 'no_such_package'",
-        ),
+        ("cli_missing:good", "cli_missing cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
         ("cli_syntax:good", "cli_syntax:good: cli_syntax cannot be imported: SyntaxError: "),
         ("cli_algorithms:failing", "cli_algorithms:failing: LookupError: no such thing"),
         ("mixpu(0.2)", "did you mean 'mixup'?"),

@@ -59,10 +59,7 @@ def test_a_run_has_a_folder_with_all_records(run: Run) -> None:
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "number, status, word",
-    [
-        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
-        (signal.SIGINT, 130, "interrupted"),
-    ],
+    [pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow), (signal.SIGINT, 130, "interrupted")],
 )
 def test_a_stopped_run_resumes_to_the_same_bits(
     run: Run, number: signal.Signals, status: int, word: str, monkeypatch: pytest.MonkeyPatch

@@ -23,10 +23,7 @@ def algorithm(**changes: Any) -> Algorithm:
 
 def test_arguments_of_every_accepted_type_are_stored_in_one_form() -> None:
     made = algorithm(
-        traits=[Trait.EDITS_LOSS],
-        runs_before=["sam", Trait.CLIPS_GRADIENTS],
-        runs_after="ema",
-        config={"alpha": 0.2},
+        traits=[Trait.EDITS_LOSS], runs_before=["sam", Trait.CLIPS_GRADIENTS], runs_after="ema", config={"alpha": 0.2}
     )
     assert made.traits == frozenset({Trait.EDITS_LOSS})
     assert made.runs_before == ("sam", Trait.CLIPS_GRADIENTS)
@@ -100,11 +97,7 @@ def test_later_changes_of_the_config_dict_do_not_reach_the_algorithm() -> None:
         ({"traits": [3]}, TypeError, "mixup: traits=.*expected members of Trait"),
         ({"traits": None}, TypeError, "mixup: traits=None: expected members of Trait"),
         ({"runs_before": 3}, TypeError, "mixup: runs_before=3: expected algorithms' names or traits"),
-        (
-            {"runs_after": ["sam", keep]},
-            TypeError,
-            "mixup: runs_after=.*: expected algorithms' names or traits",
-        ),
+        ({"runs_after": ["sam", keep]}, TypeError, "mixup: runs_after=.*: expected algorithms' names or traits"),
     ],
 )
 def test_bad_arguments_are_rejected_at_construction(changes: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -120,10 +120,7 @@ FORMS = {
     "own loss, table first": Form(lambda x, y: {"bias": TABLE, "x": x, "labels": y}, None, losses.model_loss, {}),
     "own loss, table last": Form(lambda x, y: {"labels": y, "x": x, "bias": TABLE}, None, losses.model_loss, {}),
     "sequences": Form(
-        lambda x, y: (x.expand(5, -1, -1), y),
-        lambda x: (x.mean(0), 0.0),
-        options={**PAIR, "batch_dim": 1},
-        maps=False,
+        lambda x, y: (x.expand(5, -1, -1), y), lambda x: (x.mean(0), 0.0), options={**PAIR, "batch_dim": 1}, maps=False
     ),
     "ragged": Form(
         ragged,

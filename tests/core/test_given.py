@@ -72,11 +72,7 @@ def test_no_flag_is_left_on_batches_of_other_forms(kind):
     batch, target = {"dict": ({"x": x, "y": y}, "y"), "list": ([x, y], 1), "nested": ((x, [y]), 1)}[kind]
     loss = (lambda outputs, targets: losses.mse(outputs, targets[0])) if kind == "nested" else losses.mse
     state = State.create(
-        Force(),
-        loss=loss,
-        optimizer=optim.sgd(0.1),
-        input_field="x" if kind == "dict" else 0,
-        target_field=target,
+        Force(), loss=loss, optimizer=optim.sgd(0.1), input_field="x" if kind == "dict" else 0, target_field=target
     )
     compose(loop_events)(state, batch)
     assert not x.requires_grad

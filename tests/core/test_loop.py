@@ -643,11 +643,7 @@ def test_the_batch_is_whole_again_after_the_slices():
 
     watch = pc.Algorithm("watch", pc.on(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH), look)
     compose(loop_events, [watch], microbatches=3)(make_state(), make_batch(size=7))
-    assert sizes == {
-        Event.BEFORE_FORWARD: [3, 2, 2],
-        Event.AFTER_BACKWARD: [3, 2, 2],
-        Event.AFTER_TRAIN_BATCH: [7],
-    }
+    assert sizes == {Event.BEFORE_FORWARD: [3, 2, 2], Event.AFTER_BACKWARD: [3, 2, 2], Event.AFTER_TRAIN_BATCH: [7]}
 
 
 @dataclass

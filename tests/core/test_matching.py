@@ -377,9 +377,7 @@ def test_a_field_that_no_state_has_is_an_error(state: State) -> None:
 
 
 @pytest.mark.parametrize("predicate", [epoch_ends(), every("1ep"), ~epoch_ends() & after("1ba"), after(0.5)])
-def test_a_run_that_cannot_answer_names_the_algorithm_and_leaves_the_matcher_whole(
-    predicate: Predicate,
-) -> None:
+def test_a_run_that_cannot_answer_names_the_algorithm_and_leaves_the_matcher_whole(predicate: Predicate) -> None:
     matcher = Matcher([make(after("1ba"), "a"), make(predicate, "ema")], [Event.BATCH_END])
     known = Timestamp(run=RunLength("2ep", batches_per_epoch=2))
     expected = matcher.schedule(None, None, known, known.advance())  # pyright: ignore[reportArgumentType]

@@ -95,16 +95,10 @@ def test_orderings_are_permutations(algorithms: list[Algorithm], event: Event) -
 @given(unconstrained(), EVENT)
 def test_pins_are_stable_and_idempotent(algorithms: list[Algorithm], event: Event) -> None:
     first = sort_selective_backprop_first(algorithms, event)
-    pinned, rest = (
-        [a for a in algorithms if FIRST in a.traits],
-        [a for a in algorithms if FIRST not in a.traits],
-    )
+    pinned, rest = ([a for a in algorithms if FIRST in a.traits], [a for a in algorithms if FIRST not in a.traits])
     assert list(first) == pinned + rest
     last = sort_fused_layernorm_last(algorithms, event)
-    pinned, rest = (
-        [a for a in algorithms if LAST in a.traits],
-        [a for a in algorithms if LAST not in a.traits],
-    )
+    pinned, rest = ([a for a in algorithms if LAST in a.traits], [a for a in algorithms if LAST not in a.traits])
     assert list(last) == rest + pinned
     for one_pass in PINS:
         once = one_pass(algorithms, event)

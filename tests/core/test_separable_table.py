@@ -552,9 +552,7 @@ def half(dtype: torch.dtype, loss: Callable[..., Tensor]) -> Case:
     return Case(loss, lambda: nn.Linear(4, C).to(dtype), lambda seed: (rand(seed, N, 4).to(dtype), ints(seed, C, N)))
 
 
-MLP = functools.partial(
-    lambda *middle: nn.Sequential(nn.Linear(4, 8), *middle, nn.ReLU(), nn.Linear(8, C)),
-)
+MLP = functools.partial(lambda *middle: nn.Sequential(nn.Linear(4, 8), *middle, nn.ReLU(), nn.Linear(8, C)))
 
 SEPARABLE: dict[str, Case] = {
     "mse": Case(),
@@ -591,9 +589,7 @@ SEPARABLE: dict[str, Case] = {
         padded,
     ),
     "tokens in float32": Case(in_single(Counted()), Tokens, lambda seed: padded(seed, torch.full((N,), T))),
-    "kl": Case(
-        lambda o, t: F.kl_div(o.log_softmax(1), t.softmax(1), reduction="batchmean"),
-    ),
+    "kl": Case(lambda o, t: F.kl_div(o.log_softmax(1), t.softmax(1), reduction="batchmean")),
     "cosine": Case(lambda o, t: 1 - F.cosine_similarity(o, t).mean()),
     "triplets": Case(lambda o, t: F.triplet_margin_loss(o[:, :2], o[:, 2:4], t[:, :2])),
     "gaussian": Case(lambda o, t: F.gaussian_nll_loss(o[:, :2], t[:, :2], o[:, 2:4].exp())),

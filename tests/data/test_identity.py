@@ -107,11 +107,7 @@ class Unreadable(torch.Tensor):
 
 @pytest.mark.parametrize(
     "inputs",
-    [
-        Odd.inputs,
-        Odd.targets,
-        torch.zeros(5, 2).as_subclass(Unreadable),
-    ],
+    [Odd.inputs, Odd.targets, torch.zeros(5, 2).as_subclass(Unreadable)],
     ids=["a number", "sparse", "unreadable"],
 )
 def test_properties_that_cannot_be_described_are_left_out(inputs: torch.Tensor) -> None:

@@ -120,10 +120,7 @@ def test_npz_of_other_types(tmp_path, dtype):
 
 def test_npz_in_colour_is_normalised_channel_by_channel(tmp_path):
     draws = np.random.default_rng(1)
-    train, test = (
-        draws.normal((1.0, -2.0, 9.0), (1.0, 3.0, 0.1), (7, 6, 5, 3)),
-        draws.normal(size=(3, 6, 5, 3)),
-    )
+    train, test = (draws.normal((1.0, -2.0, 9.0), (1.0, 3.0, 0.1), (7, 6, 5, 3)), draws.normal(size=(3, 6, 5, 3)))
     train[..., 2] = 4.0  # A channel without variation must not give NaN.
     data = load(write_npz(tmp_path / "a.npz", x_train=train, x_test=test))
     assert data.in_shape == (3, 6, 5)
@@ -145,18 +142,7 @@ def test_mnist():
     # The known first labels and the known count of each digit in the training set.
     assert data.train_targets[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     assert data.test_targets[:5].tolist() == [7, 2, 1, 0, 4]
-    assert data.train_targets.bincount().tolist() == [
-        5923,
-        6742,
-        5958,
-        6131,
-        5842,
-        5421,
-        5918,
-        6265,
-        5851,
-        5949,
-    ]
+    assert data.train_targets.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     # The commonly quoted mean and standard deviation of MNIST, 0.1307 and 0.3081, on the scale 0 to 1.
     assert float(data.train_inputs.min()) == pytest.approx(-0.1307 / 0.3081, abs=1e-3)
     assert float(data.train_inputs.max()) == pytest.approx((1 - 0.1307) / 0.3081, abs=1e-3)

@@ -244,20 +244,7 @@ def pcgrad(net: nn.Module) -> Loop:
 
 LOOPS: dict[str, Callable[[Any], Loop]] = {
     loop.__name__: loop
-    for loop in (
-        vae,
-        simclr,
-        ddpm,
-        wgan_gp,
-        maml,
-        lora,
-        graphs,
-        translation,
-        segmentation,
-        ppo,
-        distillation,
-        pcgrad,
-    )
+    for loop in (vae, simclr, ddpm, wgan_gp, maml, lora, graphs, translation, segmentation, ppo, distillation, pcgrad)
 }
 """The loop of each program, in the order of the gallery."""
 

@@ -286,10 +286,7 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
     "TripletMarginLoss": (lambda o, t: F.triplet_margin_loss(o, t, o.flip(-1)), REAL),
     "TripletMarginWithDistanceLoss": (lambda o, t: F.triplet_margin_with_distance_loss(o, t, o.flip(-1)), REAL),
     "CTCLoss": (ctc, CLASSES),
-    "ctc": (
-        lambda o, t: pc.losses.ctc(torch.stack([o, o * 2, o.sin()], 1), t[:, None].clamp(min=1)),
-        CLASSES,
-    ),
+    "ctc": (lambda o, t: pc.losses.ctc(torch.stack([o, o * 2, o.sin()], 1), t[:, None].clamp(min=1)), CLASSES),
     **({"LinearCrossEntropyLoss": (linear_cross_entropy, CLASSES)} if hasattr(F, "linear_cross_entropy") else {}),
 }
 

@@ -52,11 +52,7 @@ def test_every_model_maps_images_to_logits(name, channels, size, num_classes, ba
     assert all(param.grad is not None for param in net.parameters())
 
 
-@given(
-    in_features=st.integers(1, 20),
-    hidden=st.lists(st.integers(1, 20), max_size=3),
-    num_classes=st.integers(1, 9),
-)
+@given(in_features=st.integers(1, 20), hidden=st.lists(st.integers(1, 20), max_size=3), num_classes=st.integers(1, 9))
 def test_mlp_equals_the_chain_of_its_matrices(in_features, hidden, num_classes):
     net = models.mlp(in_features, hidden, num_classes)
     inputs = torch.randn(4, in_features, generator=torch.Generator().manual_seed(0))

@@ -253,8 +253,7 @@ def test_records_do_not_follow_a_loss_that_is_written_over() -> None:
 def test_metrics_of_several_kinds_become_plain_numbers() -> None:
     history = History()
     state = make_state().replace(
-        loss=None,
-        metrics={"kept": torch.tensor(5), "norm": torch.tensor(0.5, dtype=torch.float64)},
+        loss=None, metrics={"kept": torch.tensor(5), "norm": torch.tensor(0.5, dtype=torch.float64)}
     )
     history(Event.BATCH_END, state)
     history(Event.EPOCH_START, state)

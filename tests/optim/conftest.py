@@ -62,11 +62,7 @@ def assert_like_torch() -> Callable[..., None]:
             reference.step()
             for name, twin in twins.items():
                 torch.testing.assert_close(
-                    params[name].detach(),
-                    twin.detach(),
-                    rtol=tolerance,
-                    atol=tolerance,
-                    msg=f"{step=} {name=}",
+                    params[name].detach(), twin.detach(), rtol=tolerance, atol=tolerance, msg=f"{step=} {name=}"
                 )
 
     return run

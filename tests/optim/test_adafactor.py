@@ -102,10 +102,7 @@ def test_gradients_are_finite_where_parameters_and_gradients_are_zero(shape: tup
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"groups": {"*": {"is_factored": True}}}, TypeError, "no option 'is_factored'"),
-    ],
+    ("options", "error", "message"), [({"groups": {"*": {"is_factored": True}}}, TypeError, "no option 'is_factored'")]
 )
 def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):

@@ -227,12 +227,7 @@ def test_traces_to_a_graph_that_holds_for_other_values(tensors, kind: str):
 
     with torch.no_grad():
         graph = make_fx(update)(tensors(2), opt_state, params, torch.tensor(0.1))
-        other = (
-            tensors(3),
-            run(optimizer, tensors(4), [tensors(5)], reading(0.3))[1],
-            tensors(4),
-            torch.tensor(0.2),
-        )
+        other = (tensors(3), run(optimizer, tensors(4), [tensors(5)], reading(0.3))[1], tensors(4), torch.tensor(0.2))
         torch.testing.assert_close(graph(*other), update(*other), rtol=0, atol=0)
 
 
@@ -289,22 +284,10 @@ def test_a_group_that_matches_nothing_is_named_at_init(tensors):
 @pytest.mark.parametrize(
     ("groups", "error", "message"),
     [
-        (
-            {"*": {"learning_rate": 1.0}},
-            TypeError,
-            r"groups\['\*'\]: no option 'learning_rate'; the options are lr, ",
-        ),
+        ({"*": {"learning_rate": 1.0}}, TypeError, r"groups\['\*'\]: no option 'learning_rate'; the options are lr, "),
         ({"*": {"groups": ()}}, TypeError, "no option 'groups'"),
-        (
-            {"*": {"lr": -1.0}},
-            ValueError,
-            r"groups\['\*'\]: sgd: lr: expected a finite number >= 0, got -1.0",
-        ),
-        (
-            {3: {"lr": 1.0}},
-            TypeError,
-            r"expected a pattern of parameter names, such as '\*.bias', got 3 \(int\)",
-        ),
+        ({"*": {"lr": -1.0}}, ValueError, r"groups\['\*'\]: sgd: lr: expected a finite number >= 0, got -1.0"),
+        ({3: {"lr": 1.0}}, TypeError, r"expected a pattern of parameter names, such as '\*.bias', got 3 \(int\)"),
         ({"*": 0.1}, TypeError, r"groups\['\*'\]: expected a mapping"),
         (0.1, TypeError, r"groups: expected a mapping, such as .* got 0.1 \(float\)"),
     ],

@@ -197,12 +197,7 @@ def test_state_that_changes_its_shape_is_an_error_in_the_update(mode: str, messa
         (torch.optim.SparseAdam, {}, TypeError, "it takes sparse gradients, but here they are dense"),
         (torch.optim.Adam, {"rate": 0.1}, TypeError, r"from_torch\(torch.optim.Adam\): .*unexpected keyword .*'rate'"),
         (torch.optim.Adam, {"lr": -1.0}, ValueError, r"from_torch\(torch.optim.Adam\): Invalid learning rate: -1.0"),
-        (
-            torch.optim.Adam,
-            {"lr": torch.tensor(0.1)},
-            TypeError,
-            r"lr: expected a number, .*use hparam",
-        ),
+        (torch.optim.Adam, {"lr": torch.tensor(0.1)}, TypeError, r"lr: expected a number, .*use hparam"),
         (torch.optim.Adam, {"betas": {0.9: 1}}, TypeError, "betas: expected a hashable setting"),
         (torch.optim.Adam, {"groups": {"*": {"rate": 1}}}, TypeError, r"groups\['\*'\]: no option 'rate'; the options"),
         (torch.optim.Adam, {"groups": {"*": {"lr": -1.0}}}, ValueError, r"groups\['\*'\]: .*Invalid learning rate"),

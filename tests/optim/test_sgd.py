@@ -30,20 +30,14 @@ def test_equals_torch(assert_like_torch, watched: bool, options: dict[str, Any],
 
 
 def test_groups_equal_torch(assert_like_torch):
-    groups = {
-        "body.bias": {"weight_decay": 0.0, "momentum": 0.0},
-        "head.weight": {"lr": 0.1, "dampening": 0.4},
-    }
+    groups = {"body.bias": {"weight_decay": 0.0, "momentum": 0.0}, "head.weight": {"lr": 0.1, "dampening": 0.4}}
     options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
     assert_like_torch(optim.sgd(**options, groups=groups), torch.optim.SGD, options, groups)
 
 
 def test_hparams_equal_numbers(assert_like_torch):
     ours = optim.sgd(
-        hparam("lr", 0.01),
-        momentum=hparam("m", 0.9),
-        dampening=hparam("d", 0.2),
-        weight_decay=hparam("wd", 0.1),
+        hparam("lr", 0.01), momentum=hparam("m", 0.9), dampening=hparam("d", 0.2), weight_decay=hparam("wd", 0.1)
     )
     options = {"lr": 0.01, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}
     assert_like_torch(ours, torch.optim.SGD, options)

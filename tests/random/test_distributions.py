@@ -55,14 +55,7 @@ def test_exponential_lets_gradients_through_to_its_rate() -> None:
 @each_float
 @pytest.mark.parametrize(
     ("low", "high", "mean", "std"),
-    [
-        (-2, 2, 0, 1),
-        (-0.04, 0.04, 0, 0.02),
-        (0, math.inf, -1, 2),
-        (4, 10, 0, 1),
-        (-30, -12, 0, 1),
-        (1, 3, 5, 2),
-    ],
+    [(-2, 2, 0, 1), (-0.04, 0.04, 0, 0.02), (0, math.inf, -1, 2), (4, 10, 0, 1), (-30, -12, 0, 1), (1, 3, 5, 2)],
 )
 def test_truncated_normal_distribution(low: float, high: float, mean: float, std: float, dtype: torch.dtype) -> None:
     draw = truncated_normal(key(1), N, low=low, high=high, mean=mean, std=std, dtype=dtype)

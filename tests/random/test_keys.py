@@ -92,13 +92,7 @@ def test_split_and_fold_in_map_and_trace() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        torch.zeros(2),
-        torch.zeros(3, dtype=torch.int64),
-        torch.zeros(1, 2, dtype=torch.int64),
-        7,
-        Rng(torch.zeros(2)),
-    ],
+    [torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), 7, Rng(torch.zeros(2))],
 )
 def test_arguments_that_are_not_keys_are_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"expected a key, an int64 tensor of shape \(2,\)"):

@@ -136,9 +136,7 @@ def test_evaluators_of_one_round_start_from_the_state_after_eval_before_all():
 
 def test_outer_events_change_the_state():
     halve = changing(
-        "halve",
-        Event.EPOCH_END,
-        lambda s: s.replace(params={name: param / 2 for name, param in s.params.items()}),
+        "halve", Event.EPOCH_END, lambda s: s.replace(params={name: param / 2 for name, param in s.params.items()})
     )
     batches, plain = make_batches(2), compose(loop_events)
     end = fit(compose(loop_events, [halve]), make_state(), batches, duration="1ep")

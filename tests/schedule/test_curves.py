@@ -38,11 +38,7 @@ EPOCHS = RunLength("1000ep", batches_per_epoch=1000)
             {0: 0, 250_000: 1.5, 500_000: 3, 500_500: 2.5, 501_000: 2, 502_000: 2},
         ),
         (linear(warmup="500ba"), EPOCHS, {250: 0.5, 500: 1}),
-        (
-            cosine(warmup="0.9dur"),
-            EPOCHS,
-            {450_000: 0.5, 900_000: 1, 933_333: 0.75, 950_000: 0.5, 1_000_000: 0},
-        ),
+        (cosine(warmup="0.9dur"), EPOCHS, {450_000: 0.5, 900_000: 1, 933_333: 0.75, 950_000: 0.5, 1_000_000: 0}),
         (linear(warmup="1dur"), BATCHES, {0: 0, 10: 0.1, 100: 1}),
         (cosine(warmup="100ba"), BATCHES, {0: 0, 10: 0.1, 100: 1}),
     ],
@@ -56,14 +52,7 @@ def test_reference_values(schedule: Schedule, run: RunLength, values: dict[int, 
 def test_values_have_no_lag() -> None:
     run = RunLength("8ba")
     assert [linear()(Timestamp(batch=t, run=run)) for t in range(3)] == [1.0, 0.875, 0.75]
-    assert [constant(warmup="4ba")(Timestamp(batch=t, run=run)) for t in range(6)] == [
-        0,
-        0.25,
-        0.5,
-        0.75,
-        1,
-        1,
-    ]
+    assert [constant(warmup="4ba")(Timestamp(batch=t, run=run)) for t in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
 
 
 counts = st.integers(0, 400)
@@ -176,18 +165,10 @@ def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
         (lambda: constant(math.nan), ValueError, "constant: alpha: expected a finite number"),
         (lambda: linear(warmup="-1ba"), ValueError, "linear: warmup: expected a time >= 0, got -1ba"),
         (lambda: linear(t_max="0ba"), ValueError, "linear: t_max: expected a time > 0"),
-        (
-            lambda: linear(t_max="10 parsecs"),
-            ValueError,
-            "linear: t_max=.*no unit of time is called 'parsecs'",
-        ),
+        (lambda: linear(t_max="10 parsecs"), ValueError, "linear: t_max=.*no unit of time is called 'parsecs'"),
         (lambda: linear(t_max="10"), ValueError, "linear: t_max='10': the time '10' has no unit"),
         (lambda: call(cosine, warmup=10), TypeError, "cosine: warmup=10: expected a Time"),
-        (
-            lambda: cosine(t_max="10sec"),
-            ValueError,
-            "cosine: t_max=10sec: a schedule cannot follow wall-clock",
-        ),
+        (lambda: cosine(t_max="10sec"), ValueError, "cosine: t_max=10sec: a schedule cannot follow wall-clock"),
         (lambda: constant(warmup="1h"), ValueError, "wall-clock"),
         (lambda: linear(t_max="5ba", warmup="6ba"), ValueError, "warmup=6ba is longer than t_max=5ba"),
     ],

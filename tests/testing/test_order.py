@@ -14,14 +14,7 @@ from purecompose.core.algorithm import Algorithm, identity
 from purecompose.core.state import State
 from purecompose.errors import OrderError
 from purecompose.testing.case import bystander, noise, shrink
-from purecompose.testing.order import (
-    Conflicts,
-    OrderWarning,
-    commutes,
-    conflicts,
-    meeting_events,
-    warn_of_conflicts,
-)
+from purecompose.testing.order import Conflicts, OrderWarning, commutes, conflicts, meeting_events, warn_of_conflicts
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
 from purecompose.time.predicates import after, before, every, on
@@ -211,8 +204,7 @@ def test_conflicts_of_shipped_algorithms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "order"),
-    [({"runs_before": "shift"}, ("scale", "shift")), ({"runs_after": "shift"}, ("shift", "scale"))],
+    ("given", "order"), [({"runs_before": "shift"}, ("scale", "shift")), ({"runs_after": "shift"}, ("shift", "scale"))]
 )
 @pytest.mark.parametrize("event", [Event.BATCH_END, Event.AFTER_TRAIN_BATCH])
 def test_a_constraint_decides_the_order(given: dict, order: tuple[str, str], event: Event) -> None:

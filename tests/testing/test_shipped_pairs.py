@@ -37,10 +37,7 @@ def task_of(first: Row, second: Row) -> Task:
 ROWS = [row for row in SHIPPED.values() if not row.is_alone]
 EVERY_PAIR = list(itertools.combinations(ROWS, 2))
 # Pairs without a common task: images are not sequences, and batch statistics have no per-example gradients.
-REFUSED = [
-    *[{first, second} for first in SEQUENCES for second in IMAGES],
-    {"ghost_batchnorm", "per_example_clipping"},
-]
+REFUSED = [*[{first, second} for first in SEQUENCES for second in IMAGES], {"ghost_batchnorm", "per_example_clipping"}]
 PAIRS = [
     pytest.param(
         first, second, id=f"{first.name}, {second.name}", marks=[] if number % QUICK == 0 else pytest.mark.slow

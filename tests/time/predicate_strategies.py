@@ -64,14 +64,10 @@ def pairs(run: RunLength, *, max_leaves: int = 6) -> st.SearchStrategy[Pair]:
 
 def _combinations(inner: st.SearchStrategy[Pair]) -> st.SearchStrategy[Pair]:
     both = st.builds(
-        lambda p, q: Pair(p.predicate & q.predicate, lambda e, t: p.meaning(e, t) and q.meaning(e, t)),
-        inner,
-        inner,
+        lambda p, q: Pair(p.predicate & q.predicate, lambda e, t: p.meaning(e, t) and q.meaning(e, t)), inner, inner
     )
     either = st.builds(
-        lambda p, q: Pair(p.predicate | q.predicate, lambda e, t: p.meaning(e, t) or q.meaning(e, t)),
-        inner,
-        inner,
+        lambda p, q: Pair(p.predicate | q.predicate, lambda e, t: p.meaning(e, t) or q.meaning(e, t)), inner, inner
     )
     return both | either | st.builds(_negation, inner)
 

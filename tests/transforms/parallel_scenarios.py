@@ -17,17 +17,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
 from purecompose.core import ranks as core_ranks
-from tests.helpers import (
-    SumOfMeans,
-    changing,
-    make_batch,
-    make_batches,
-    make_cnn,
-    make_mlp,
-    make_state,
-    noise,
-    nt_xent,
-)
+from tests.helpers import SumOfMeans, changing, make_batch, make_batches, make_cnn, make_mlp, make_state, noise, nt_xent
 from tests.transforms.processes import errors_of
 
 

@@ -73,10 +73,7 @@ def check_mixable(
 
 
 def with_examples(
-    state: State,
-    input_field: batches.Field | None,
-    target_field: batches.Field | None,
-    examples: tuple[Tensor, Any],
+    state: State, input_field: batches.Field | None, target_field: batches.Field | None, examples: tuple[Tensor, Any]
 ) -> State:
     """Return the state with new inputs and targets in its batch."""
     batch = batches.put(state.batch, input_field, examples[0])

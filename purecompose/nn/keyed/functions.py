@@ -262,13 +262,7 @@ def _clocks(scope: Scope, func: Any, like: Tensor) -> Tensor:
 
 
 def _multinomial(
-    scope: Scope,
-    func: Any,
-    input: Tensor,
-    num_samples: int,
-    replacement: bool = False,
-    *,
-    out: Tensor | None = None,
+    scope: Scope, func: Any, input: Tensor, num_samples: int, replacement: bool = False, *, out: Tensor | None = None
 ) -> Tensor:
     """Return indices drawn by the weights in each row.
 
@@ -292,13 +286,7 @@ def _multinomial(
 
 
 def _gumbel_softmax(
-    scope: Scope,
-    func: Any,
-    logits: Tensor,
-    tau: float = 1,
-    hard: bool = False,
-    eps: float = 1e-10,
-    dim: int = -1,
+    scope: Scope, func: Any, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
     """Return softmax((logits + g) / tau), g = -log(Exp(1)); if `hard`, its one-hot form with the soft form's gradient.
 

@@ -190,12 +190,7 @@ def past_dispatch(func: types.FunctionType) -> types.FunctionType:
     return copy
 
 
-COMPOSITES = (
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.multi_head_attention_forward,
-)
+COMPOSITES = (F.dropout1d, F.dropout2d, F.dropout3d, F.multi_head_attention_forward)
 
 LAYERS: dict[Any, Handler] = {
     **dict.fromkeys(COMPOSITES, _enter),

@@ -97,12 +97,7 @@ class Scope(TorchFunctionMode):
     is_compared: bool = False
 
     def __init__(
-        self,
-        rng: Rng,
-        num_examples: int | None = None,
-        first_example: int | Tensor = 0,
-        *,
-        draws: int = 0,
+        self, rng: Rng, num_examples: int | None = None, first_example: int | Tensor = 0, *, draws: int = 0
     ) -> None:
         super().__init__()
         self.draws = draws
@@ -117,13 +112,7 @@ class Scope(TorchFunctionMode):
         self._key_of_slice: Tensor | None = None
 
     def draw(
-        self,
-        func: Any,
-        sampler: Sampler,
-        shape: Sequence[int],
-        device: torch.device,
-        *,
-        per_example: bool = True,
+        self, func: Any, sampler: Sampler, shape: Sequence[int], device: torch.device, *, per_example: bool = True
     ) -> Tensor:
         """Return the next keyed draw: `sampler` called with the draw's key.
 

@@ -143,15 +143,7 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        vocabulary: int,
-        max_length: int,
-        *,
-        width: int,
-        depth: int,
-        num_heads: int,
-        dropout: float,
-        is_tied: bool,
+        self, vocabulary: int, max_length: int, *, width: int, depth: int, num_heads: int, dropout: float, is_tied: bool
     ) -> None:
         super().__init__()
         self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)

@@ -119,10 +119,7 @@ def _is_spec(text: object) -> bool:
     return isinstance(text, str) and bool(Spec.of_text(text))
 
 
-_TIME = {
-    **dict.fromkeys(_COUNTERS, is_count),
-    **{"duration": (str, None), "batches_per_epoch": (is_count, None)},
-}
+_TIME = {**dict.fromkeys(_COUNTERS, is_count), **{"duration": (str, None), "batches_per_epoch": (is_count, None)}}
 _MEMORY = {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "code?": {"*": str}, "*": object}
 _FORMS: dict[str, Any] = {
     "time": _TIME,

@@ -386,8 +386,7 @@ def _judge_shards(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         except ValueError as refusal:
             raise NotJudged(str(refusal)) from refusal
     found = attempted(
-        f"raised only with {size} processes{by}",
-        lambda: _in_processes(size, subject, case, dtype, gather, len(data)),
+        f"raised only with {size} processes{by}", lambda: _in_processes(size, subject, case, dtype, gather, len(data))
     )
     for batch, (before, end, expected), *fields in zip(data, steps, *found, strict=True):
         ends = [expected.replace(**values) for values in fields]

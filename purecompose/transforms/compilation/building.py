@@ -225,11 +225,7 @@ class SlicedPart:
     takes_clock, is_plain, writes_buffers = True, False, False
 
     def __init__(
-        self,
-        scope: Lowered,
-        boundary: Boundary,
-        find: Callable[[Operation, Boundary], CompiledPart],
-        purpose: Purpose,
+        self, scope: Lowered, boundary: Boundary, find: Callable[[Operation, Boundary], CompiledPart], purpose: Purpose
     ) -> None:
         """Build the slices' graphs for an incoming state.
 

@@ -76,10 +76,7 @@ def _register(inductor: Inductor) -> None:
             return _number(ops, _chosen(ops, lanes, which, words_each), dtype, below)
 
         pointwise = inductor.ir.Pointwise.create(
-            device=key.get_device(),
-            dtype=dtype if below is None else torch.bool,
-            inner_fn=element,
-            ranges=list(shape),
+            device=key.get_device(), dtype=dtype if below is None else torch.bool, inner_fn=element, ranges=list(shape)
         )
         pointwise.realize()  # otherwise each use would draw again
         return pointwise

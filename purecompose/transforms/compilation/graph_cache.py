@@ -43,11 +43,7 @@ from purecompose.transforms.signature import ABSENT, Signature
 
 def environment() -> tuple[Any, ...]:
     """Return the settings of torch that a graph or its code depends on."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    return (torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
 
 _BUILDING = threading.RLock()

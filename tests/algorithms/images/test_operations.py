@@ -187,11 +187,7 @@ wrongly: Any = images
     [
         (lambda: wrongly.rotate([1], 3), TypeError, "rotate: images: expected a tensor"),
         (lambda: wrongly.rotate(torch.zeros(1, 1, 2, 2, dtype=torch.int64), 3), TypeError, r"images.to\(torch.uint8\)"),
-        (
-            lambda: wrongly.rotate(torch.zeros(2, 2), 3),
-            ValueError,
-            r"or \(C, H, W\), got shape \(2, 2\)",
-        ),
+        (lambda: wrongly.rotate(torch.zeros(2, 2), 3), ValueError, r"or \(C, H, W\), got shape \(2, 2\)"),
         (lambda: wrongly.rotate(torch.zeros(1, 2, 2), "3"), TypeError, "rotate: degrees"),
         (lambda: wrongly.posterize(torch.zeros(1, 2, 2), 9), ValueError, "posterize: bits"),
         (lambda: wrongly.solarize(torch.zeros(1, 2, 2), -1), ValueError, "solarize: threshold"),

@@ -54,10 +54,7 @@ INTEGERS: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
     "bernoulli_": (lambda: torch.empty(N).bernoulli_(0.3), [0.7, 0.3]),
     "multinomial": (lambda: torch.multinomial(WEIGHTS, N, replacement=True), WEIGHTS.tolist()),
     "multinomial first": (lambda: torch.multinomial(WEIGHTS.expand(N, 6), 2)[:, 0], WEIGHTS.tolist()),
-    "gumbel_softmax": (
-        lambda: F.gumbel_softmax(WEIGHTS.log().expand(N, 6), hard=True).argmax(-1),
-        WEIGHTS.tolist(),
-    ),
+    "gumbel_softmax": (lambda: F.gumbel_softmax(WEIGHTS.log().expand(N, 6), hard=True).argmax(-1), WEIGHTS.tolist()),
 }
 
 

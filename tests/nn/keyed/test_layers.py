@@ -104,10 +104,7 @@ def test_recurrent_layers_with_p_1_are_those_of_torch(module: nn.RNNBase) -> Non
 def test_an_lstm_equals_its_layers_with_dropout_between_them() -> None:
     s = sequences(images())
     lstm = seeded(lambda: nn.LSTM(8, 5, 2, dropout=0.4, batch_first=True))
-    layers = [
-        seeded(lambda: nn.LSTM(8, 5, batch_first=True)),
-        seeded(lambda: nn.LSTM(5, 5, batch_first=True)),
-    ]
+    layers = [seeded(lambda: nn.LSTM(8, 5, batch_first=True)), seeded(lambda: nn.LSTM(5, 5, batch_first=True))]
     for index, layer in enumerate(layers):
         weights = {name[:-1] + "0": w for name, w in lstm.named_parameters() if name.endswith(str(index))}
         layer.load_state_dict(weights)
@@ -136,11 +133,7 @@ def test_dropout_keeps_with_probability_1_minus_p_and_scales() -> None:
 
 def test_feature_dropout_drops_whole_channels() -> None:
     x = torch.ones(50, 20, 3, 3)
-    for fn in (
-        F.dropout2d,
-        lambda x: F.dropout3d(x.unsqueeze(2)).squeeze(2),
-        lambda x: F.dropout1d(x.flatten(2)),
-    ):
+    for fn in (F.dropout2d, lambda x: F.dropout3d(x.unsqueeze(2)).squeeze(2), lambda x: F.dropout1d(x.flatten(2))):
         out = run(fn, x).flatten(2)
         assert out.eq(out[..., :1]).all()
         assert stats.binomtest(int((out[..., 0] != 0).sum()), 1000, 0.5).pvalue > 1e-3

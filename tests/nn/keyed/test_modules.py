@@ -219,10 +219,7 @@ def test_a_trace_equals_eager(name: str) -> None:
 
 
 def test_func_grad_equals_autograd() -> None:
-    x, net = (
-        images(2),
-        seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 5), nn.Dropout(), nn.Linear(5, 1))),
-    )
+    x, net = (images(2), seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 5), nn.Dropout(), nn.Linear(5, 1))))
     params = {name: p.detach() for name, p in net.named_parameters()}
 
     def loss(params: dict[str, Tensor]) -> Tensor:
@@ -257,10 +254,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: LSTM(nn.utils.rnn.pack_padded_sequence(sequences(images()), torch.full((6,), 9), batch_first=True)),
         "packed sequences",
     ),
-    "detected": (
-        lambda: torch.ops.aten.native_dropout(torch.ones(3), 0.5, True),
-        "aten.native_dropout.default",
-    ),
+    "detected": (lambda: torch.ops.aten.native_dropout(torch.ones(3), 0.5, True), "aten.native_dropout.default"),
     "detected fill": (lambda: torch.ops.aten.normal_(torch.ones(3)), "aten.normal_.default"),
 }
 

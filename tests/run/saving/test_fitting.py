@@ -284,9 +284,7 @@ def test_a_state_knows_how_many_modules_a_method_has_replaced(name: str) -> None
     assert step.init(changed).context.replaced == changed.context.replaced
 
 
-def test_standardized_filters_can_be_loaded_into_a_plain_network_on_request(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_standardized_filters_can_be_loaded_into_a_plain_network_on_request(tmp_path: pathlib.Path) -> None:
     _, plain, changed = operated("weight_standardization")
     path = pc.saving.save_weights(changed, tmp_path / "net.safetensors")
     with pytest.warns(pc.errors.CheckpointWarning, match=r"0: StandardizedConv2d\(.*\) in the file, Conv2d\(.*\) here"):
