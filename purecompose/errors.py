@@ -5,28 +5,6 @@ from typing import Any
 from purecompose._support.messages import escaped
 
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointWarning",
-    "ContractError",
-    "DamagedError",
-    "FormError",
-    "GlobalDrawError",
-    "InPlaceError",
-    "MatchError",
-    "MismatchError",
-    "MixedLossWarning",
-    "OrderError",
-    "RankTimeoutError",
-    "SkippingWarning",
-    "SpentStateError",
-    "TraceError",
-    "UnkeyedRandomError",
-    "VariantLimitError",
-    "UploadError",
-]
-
-
 # Composition and order
 
 

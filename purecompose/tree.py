@@ -19,26 +19,6 @@ from torch.utils import _pytree as torch_pytree
 from purecompose._support.shards import is_shard, local, place_of, sum_of_shards, whole
 
 
-__all__ = [
-    "NAMESPACE",
-    "map",
-    "leaves",
-    "leaves_with_paths",
-    "structure",
-    "flatten",
-    "unflatten",
-    "register_node",
-    "members",
-    "Difference",
-    "Tolerance",
-    "ToleranceLike",
-    "equal",
-    "diff",
-    "differences",
-    "describe",
-    "global_norm",
-]
-
 NAMESPACE = "purecompose"
 """The namespace of optree in which states and batches are nodes."""
 
@@ -46,13 +26,13 @@ NAMESPACE = "purecompose"
 _settings = ExitStack()
 _settings.enter_context(optree.dict_insertion_ordered(True, namespace=NAMESPACE))
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def register_node(
-    cls: type[T],
-    flatten: Callable[[T], tuple[tuple[str, ...], tuple[Any, ...], Hashable]],
-    unflatten: Callable[[tuple[str, ...], Iterable[Any], Any], T],
+    cls: type[_T],
+    flatten: Callable[[_T], tuple[tuple[str, ...], tuple[Any, ...], Hashable]],
+    unflatten: Callable[[tuple[str, ...], Iterable[Any], Any], _T],
 ) -> None:
     """Make `cls` an inner node for `torch.func` and for optree.
 
@@ -62,16 +42,16 @@ def register_node(
         unflatten: Function that builds an instance from names, children and static part.
     """
 
-    def torch_flatten(node: T) -> tuple[list[Any], Any]:
+    def torch_flatten(node: _T) -> tuple[list[Any], Any]:
         names, children, static = flatten(node)
         return list(children), (names, static)
 
-    def torch_flatten_with_keys(node: T) -> tuple[list[tuple[Any, Any]], Any]:
+    def torch_flatten_with_keys(node: _T) -> tuple[list[tuple[Any, Any]], Any]:
         names, children, static = flatten(node)
         keys = [torch_pytree.GetAttrKey(name) for name in names]
         return list(zip(keys, children, strict=True)), (names, static)
 
-    def optree_flatten(node: T) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+    def optree_flatten(node: _T) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
         names, children, static = flatten(node)
         return children, (names, static), names
 

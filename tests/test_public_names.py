@@ -1,6 +1,5 @@
 """The public names: a frozen list, where they come from, and what they import."""
 
-import ast
 import importlib
 import inspect
 import pathlib
@@ -9,6 +8,7 @@ import subprocess
 import sys
 import types
 
+import exports
 import pytest
 
 import purecompose as pc
@@ -22,11 +22,6 @@ The public names have changed. If that is meant:
   * each change has a line in CHANGELOG.md;
   * write the new list: python -m tests.{pathlib.Path(__file__).stem} > tests/{LIST.name}
 """
-PROGRAM = """
-from purecompose import State, compose, loop_events, DEFAULT_PASSES, algorithms, optim
-import purecompose as pc
-pc.losses.cross_entropy, pc.schedule.cosine, pc.evaluate, pc.metrics.accuracy
-"""
 FIRST_STEP = """
 import torch
 import purecompose as pc
@@ -34,7 +29,10 @@ step = pc.compose(pc.loop_events, [pc.algorithms.label_smoothing(0.1)])
 state = pc.State.create(torch.nn.Linear(2, 2), loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1))
 step(step.init(state), (torch.zeros(3, 2), torch.tensor([0, 1, 1])))
 """
-EVERYTHING = "import purecompose as pc\nfor name in pc.__all__: getattr(pc, name)"
+
+
+def exported(module: types.ModuleType) -> list[str]:
+    return exports.public_names(inspect.getsource(module))
 
 
 def public_modules() -> dict[str, types.ModuleType]:
@@ -45,7 +43,7 @@ def public_modules() -> dict[str, types.ModuleType]:
         if module in found.values():
             return
         found[path] = module
-        for name in module.__all__:
+        for name in exported(module):
             if inspect.ismodule(member := getattr(module, name)):
                 visit(f"{path}.{name}", member)
 
@@ -55,7 +53,7 @@ def public_modules() -> dict[str, types.ModuleType]:
 
 
 def public_names() -> list[str]:
-    return sorted(f"{path}.{name}" for path, module in public_modules().items() for name in module.__all__)
+    return sorted(f"{path}.{name}" for path, module in public_modules().items() for name in exported(module))
 
 
 def imported_by(code: str) -> set[str]:
@@ -76,54 +74,19 @@ def test_public_names_are_those_that_are_listed() -> None:
     assert now == before, "the list is not sorted"
 
 
-def test_type_checkers_see_the_names_that_are_imported_on_first_use() -> None:
-    block = next(node for node in ast.parse(inspect.getsource(pc)).body if isinstance(node, ast.If))
-    seen = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    modules = {name: f"purecompose.{module}" for name, module in pc._MODULES.items()}
-    assert seen == modules | {name: f"purecompose.{module}.{name}" for name, module in pc._HOMES.items()}
-    assert {*pc.__all__, "testing"} == {*seen, "__version__"}
-
-
 def test_all_files_give_the_same_version() -> None:
     given = {name: (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff")}
     found = {name: re.search(r"^version(?: =|:) \"?([\d.]+)", text, re.M) for name, text in given.items()}
     assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(given, pc.__version__)
 
 
-def test_importing_the_package_imports_none_of_its_parts() -> None:
-    own = {name for name in imported_by("import purecompose") if name.startswith("purecompose.")}
-    assert own == {"purecompose._support"}
-
-
-@pytest.mark.parametrize(
-    ("code", "unneeded"),
-    [
-        pytest.param(
-            PROGRAM,
-            [
-                *(
-                    f"purecompose.{part}"
-                    for part in ("analysis", "cli", "observers", "records", "run.saving", "testing")
-                ),
-                *(f"purecompose.transforms.{part}" for part in ("compilation", "population", "sharding")),
-                *("jinja2", "matplotlib", "rich", "safetensors"),
-            ],
-            id="a training program",
-        ),
-        # The compiler takes two seconds, which only a compiled step needs.
-        pytest.param(EVERYTHING, ["torch._dynamo", "torch._inductor", "hypothesis"], id="all public names"),
-        pytest.param(FIRST_STEP, ["torch._dynamo", "torch._inductor"], id="a first step"),
-    ],
-)
-def test_what_is_not_used_is_not_imported(code: str, unneeded: list[str]) -> None:
+@pytest.mark.parametrize("code", ["import purecompose", FIRST_STEP])
+def test_what_is_not_used_is_not_imported(code: str) -> None:
+    """The compiler takes two seconds, which only a compiled step needs; the others are extras."""
     imported = imported_by(code)
     assert "purecompose.core.state" in imported
-    assert imported & set(unneeded) == set()
+    compiler, extras = {"torch._dynamo", "torch._inductor"}, {"hypothesis", "matplotlib", "rich", "safetensors"}
+    assert imported & {*compiler, *extras} == set()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The public names of the package, and the pages of the API reference, one for each public module.
 
-A name is public if it is in `__all__` of the package or of a module in its `__all__`. An object with several public
+A name is public if the package or one of its public modules exports it. An object with several public
 names is documented under the shortest.
 """
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import griffe
+from exports import public_names
 
 
 ROOT = Path(__file__).parents[2]
-# Imported on first use, so it is not in `__all__`.
+# Imported on first use, so it is not among the names of the package.
 LATE = {"purecompose": ["testing"]}
 
 Found = griffe.Object | griffe.Alias
@@ -64,7 +65,7 @@ def modules() -> dict[str, list[Name]]:
         if module.path in seen:
             continue
         seen.add(module.path)
-        exports = [str(name) for name in module.exports or ()]
+        exports = public_names(Path(str(module.filepath)).read_text())
         members = {f"{path}.{name}": _member(module, name) for name in [*exports, *LATE.get(path, ())]}
         waiting += [name for name, member in members.items() if member.is_module]
         found[path] = [Name(name, member) for name, member in members.items() if not member.is_module]

@@ -100,126 +100,102 @@ The algorithms call these functions, with the key `state.rng(name)` where they d
 `should_selective_backprop` do in your own loop what selective backprop's `apply` and `match` do inside a step.
 """
 
-from purecompose.algorithms._alibi import alibi_rules, apply_alibi
-from purecompose.algorithms._augmix import augmix_batch, augmix_transform
-from purecompose.algorithms._batch_size_warmup import warmup_batch_size
-from purecompose.algorithms._blurpool import apply_blurpool, blurpool_rules
-from purecompose.algorithms._channels_last import apply_channels_last, to_channels_last
-from purecompose.algorithms._colout import colout_batch, colout_transform
-from purecompose.algorithms._cutmix import cutmix_batch, cutmix_box
-from purecompose.algorithms._cutout import cutout_batch, cutout_transform
-from purecompose.algorithms._ema import compute_ema
-from purecompose.algorithms._factorize import apply_factorize, factorize_rules
-from purecompose.algorithms._gated_linear_units import apply_gated_linear_units, gated_linear_units_rules
-from purecompose.algorithms._ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm_rules
-from purecompose.algorithms._gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value
-from purecompose.algorithms._gradient_noise_scale import critical_batch_size, estimate_noise
-from purecompose.algorithms._gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
-from purecompose.algorithms._label_smoothing import smooth_labels
-from purecompose.algorithms._layer_freezing import frozen_layers, frozen_share, layers_of
-from purecompose.algorithms._lookahead import pull_back
+from purecompose.algorithms._alibi import alibi_rules as alibi_rules, apply_alibi as apply_alibi
+from purecompose.algorithms._augmix import augmix_batch as augmix_batch, augmix_transform as augmix_transform
+from purecompose.algorithms._batch_size_warmup import warmup_batch_size as warmup_batch_size
+from purecompose.algorithms._blurpool import apply_blurpool as apply_blurpool, blurpool_rules as blurpool_rules
+from purecompose.algorithms._channels_last import (
+    apply_channels_last as apply_channels_last,
+    to_channels_last as to_channels_last,
+)
+from purecompose.algorithms._colout import colout_batch as colout_batch, colout_transform as colout_transform
+from purecompose.algorithms._cutmix import cutmix_batch as cutmix_batch, cutmix_box as cutmix_box
+from purecompose.algorithms._cutout import cutout_batch as cutout_batch, cutout_transform as cutout_transform
+from purecompose.algorithms._ema import compute_ema as compute_ema
+from purecompose.algorithms._factorize import apply_factorize as apply_factorize, factorize_rules as factorize_rules
+from purecompose.algorithms._gated_linear_units import (
+    apply_gated_linear_units as apply_gated_linear_units,
+    gated_linear_units_rules as gated_linear_units_rules,
+)
+from purecompose.algorithms._ghost_batchnorm import (
+    apply_ghost_batchnorm as apply_ghost_batchnorm,
+    ghost_batchnorm_rules as ghost_batchnorm_rules,
+)
+from purecompose.algorithms._gradient_clipping import (
+    clip_adaptively as clip_adaptively,
+    clip_by_norm as clip_by_norm,
+    clip_by_value as clip_by_value,
+)
+from purecompose.algorithms._gradient_noise_scale import (
+    critical_batch_size as critical_batch_size,
+    estimate_noise as estimate_noise,
+)
+from purecompose.algorithms._gyro_dropout import (
+    gyro_drop as gyro_drop,
+    gyro_dropout_mask as gyro_dropout_mask,
+    gyro_dropout_period as gyro_dropout_period,
+)
+from purecompose.algorithms._label_smoothing import smooth_labels as smooth_labels
+from purecompose.algorithms._layer_freezing import (
+    frozen_layers as frozen_layers,
+    frozen_share as frozen_share,
+    layers_of as layers_of,
+)
+from purecompose.algorithms._lookahead import pull_back as pull_back
 from purecompose.algorithms._low_precision_norms import (
-    apply_low_precision_groupnorm,
-    apply_low_precision_layernorm,
-    low_precision_groupnorm_rules,
-    low_precision_layernorm_rules,
+    apply_low_precision_groupnorm as apply_low_precision_groupnorm,
+    apply_low_precision_layernorm as apply_low_precision_layernorm,
+    low_precision_groupnorm_rules as low_precision_groupnorm_rules,
+    low_precision_layernorm_rules as low_precision_layernorm_rules,
 )
-from purecompose.algorithms._mixup import mixup_batch
-from purecompose.algorithms._no_op_model import no_op_model_rules
-from purecompose.algorithms._per_example_clipping import clip_per_example, norms_per_example
-from purecompose.algorithms._progressive_resizing import progressive_scale, resize_batch
-from purecompose.algorithms._randaugment import randaugment_batch, randaugment_transform
-from purecompose.algorithms._sam import perturb_params
-from purecompose.algorithms._schedule_free import schedule_free_step
-from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss, should_selective_backprop
-from purecompose.algorithms._seq_length_warmup import set_batch_sequence_length, warmup_length
-from purecompose.algorithms._squeeze_excite import apply_squeeze_excite, squeeze_excite_rules
+from purecompose.algorithms._mixup import mixup_batch as mixup_batch
+from purecompose.algorithms._no_op_model import no_op_model_rules as no_op_model_rules
+from purecompose.algorithms._per_example_clipping import (
+    clip_per_example as clip_per_example,
+    norms_per_example as norms_per_example,
+)
+from purecompose.algorithms._progressive_resizing import (
+    progressive_scale as progressive_scale,
+    resize_batch as resize_batch,
+)
+from purecompose.algorithms._randaugment import (
+    randaugment_batch as randaugment_batch,
+    randaugment_transform as randaugment_transform,
+)
+from purecompose.algorithms._sam import perturb_params as perturb_params
+from purecompose.algorithms._schedule_free import schedule_free_step as schedule_free_step
+from purecompose.algorithms._selective_backprop import (
+    choose_by_loss as choose_by_loss,
+    select_using_loss as select_using_loss,
+    should_selective_backprop as should_selective_backprop,
+)
+from purecompose.algorithms._seq_length_warmup import (
+    set_batch_sequence_length as set_batch_sequence_length,
+    warmup_length as warmup_length,
+)
+from purecompose.algorithms._squeeze_excite import (
+    apply_squeeze_excite as apply_squeeze_excite,
+    squeeze_excite_rules as squeeze_excite_rules,
+)
 from purecompose.algorithms._stochastic_depth import (
-    apply_stochastic_depth,
-    stochastic_depth_rates,
-    stochastic_depth_rules,
+    apply_stochastic_depth as apply_stochastic_depth,
+    stochastic_depth_rates as stochastic_depth_rates,
+    stochastic_depth_rules as stochastic_depth_rules,
 )
-from purecompose.algorithms._swa import add_to_mean
+from purecompose.algorithms._swa import add_to_mean as add_to_mean
 from purecompose.algorithms._weight_standardization import (
-    apply_weight_standardization,
-    weight_standardization_rules,
-    weight_standardization_undo_rules,
+    apply_weight_standardization as apply_weight_standardization,
+    weight_standardization_rules as weight_standardization_rules,
+    weight_standardization_undo_rules as weight_standardization_undo_rules,
 )
-from purecompose.nn.layers.convolutions import blur_2d, blurmax_pool2d, standardized
-from purecompose.nn.layers.factorized import factorize_conv2d, factorize_matrix, factorizing_could_speedup
-from purecompose.nn.layers.transformer import alibi_bias, alibi_slopes
-
-
-__all__ = [
-    "add_to_mean",
-    "alibi_bias",
-    "alibi_rules",
-    "alibi_slopes",
-    "apply_alibi",
-    "apply_blurpool",
-    "apply_channels_last",
-    "apply_factorize",
-    "apply_gated_linear_units",
-    "apply_ghost_batchnorm",
-    "apply_low_precision_groupnorm",
-    "apply_low_precision_layernorm",
-    "apply_squeeze_excite",
-    "apply_stochastic_depth",
-    "apply_weight_standardization",
-    "augmix_batch",
-    "augmix_transform",
-    "blur_2d",
-    "blurmax_pool2d",
-    "blurpool_rules",
-    "choose_by_loss",
-    "clip_adaptively",
-    "clip_by_norm",
-    "clip_by_value",
-    "clip_per_example",
-    "colout_batch",
-    "colout_transform",
-    "compute_ema",
-    "critical_batch_size",
-    "cutmix_batch",
-    "cutmix_box",
-    "cutout_batch",
-    "cutout_transform",
-    "estimate_noise",
-    "factorize_conv2d",
-    "factorize_matrix",
-    "factorize_rules",
-    "factorizing_could_speedup",
-    "frozen_layers",
-    "frozen_share",
-    "gated_linear_units_rules",
-    "ghost_batchnorm_rules",
-    "gyro_drop",
-    "gyro_dropout_mask",
-    "gyro_dropout_period",
-    "layers_of",
-    "low_precision_groupnorm_rules",
-    "low_precision_layernorm_rules",
-    "mixup_batch",
-    "no_op_model_rules",
-    "norms_per_example",
-    "perturb_params",
-    "progressive_scale",
-    "pull_back",
-    "randaugment_batch",
-    "randaugment_transform",
-    "resize_batch",
-    "schedule_free_step",
-    "select_using_loss",
-    "set_batch_sequence_length",
-    "should_selective_backprop",
-    "smooth_labels",
-    "squeeze_excite_rules",
-    "standardized",
-    "stochastic_depth_rates",
-    "stochastic_depth_rules",
-    "to_channels_last",
-    "warmup_batch_size",
-    "warmup_length",
-    "weight_standardization_rules",
-    "weight_standardization_undo_rules",
-]
+from purecompose.nn.layers.convolutions import (
+    blur_2d as blur_2d,
+    blurmax_pool2d as blurmax_pool2d,
+    standardized as standardized,
+)
+from purecompose.nn.layers.factorized import (
+    factorize_conv2d as factorize_conv2d,
+    factorize_matrix as factorize_matrix,
+    factorizing_could_speedup as factorizing_could_speedup,
+)
+from purecompose.nn.layers.transformer import alibi_bias as alibi_bias, alibi_slopes as alibi_slopes

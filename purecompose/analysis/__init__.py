@@ -6,51 +6,50 @@
     print(bisect(run, predicates.not_finite(), stays=True))
 """
 
-from purecompose.analysis import predicates
-from purecompose.analysis.ablation import ablate
-from purecompose.analysis.comparing import CheckpointDifference, Comparison, compare
-from purecompose.analysis.drawings import draw_ablation, draw_learning_rate_range
-from purecompose.analysis.effects import FEWEST_SEEDS, Ablation, Cell, Effect, Interval, simultaneous_intervals
-from purecompose.analysis.explaining import Example, Explanation, Layer, explain, explain_batch
-from purecompose.analysis.replaying import MaxDifference, RecordedRun, Replay, replay
-from purecompose.analysis.searching import Bisection, bisect
-from purecompose.analysis.sensitivities import Derivative, Sensitivity, Window, sensitivity, window_of
-from purecompose.analysis.sweeping import LearningRateRange, Sweep, Trial, learning_rate_range, sweep
-
-
-__all__ = [
-    "Ablation",
-    "Bisection",
-    "Cell",
-    "CheckpointDifference",
-    "Comparison",
-    "Derivative",
-    "Effect",
-    "Example",
-    "Explanation",
-    "FEWEST_SEEDS",
-    "Interval",
-    "Layer",
-    "LearningRateRange",
-    "MaxDifference",
-    "RecordedRun",
-    "Replay",
-    "Sensitivity",
-    "Sweep",
-    "Trial",
-    "Window",
-    "ablate",
-    "bisect",
-    "compare",
-    "draw_ablation",
-    "draw_learning_rate_range",
-    "explain",
-    "explain_batch",
-    "learning_rate_range",
-    "predicates",
-    "replay",
-    "sensitivity",
-    "simultaneous_intervals",
-    "sweep",
-    "window_of",
-]
+from purecompose.analysis import predicates as predicates
+from purecompose.analysis.ablation import ablate as ablate
+from purecompose.analysis.comparing import (
+    CheckpointDifference as CheckpointDifference,
+    Comparison as Comparison,
+    compare as compare,
+)
+from purecompose.analysis.drawings import (
+    draw_ablation as draw_ablation,
+    draw_learning_rate_range as draw_learning_rate_range,
+)
+from purecompose.analysis.effects import (
+    FEWEST_SEEDS as FEWEST_SEEDS,
+    Ablation as Ablation,
+    Cell as Cell,
+    Effect as Effect,
+    Interval as Interval,
+    simultaneous_intervals as simultaneous_intervals,
+)
+from purecompose.analysis.explaining import (
+    Example as Example,
+    Explanation as Explanation,
+    Layer as Layer,
+    explain as explain,
+    explain_batch as explain_batch,
+)
+from purecompose.analysis.replaying import (
+    MaxDifference as MaxDifference,
+    RecordedRun as RecordedRun,
+    Replay as Replay,
+    replay as replay,
+)
+from purecompose.analysis.searching import Bisection as Bisection, bisect as bisect
+from purecompose.analysis.sensitivities import (
+    Derivative as Derivative,
+    Sensitivity as Sensitivity,
+    Window as Window,
+    sensitivity as sensitivity,
+    window_of as window_of,
+)
+from purecompose.analysis.sweeping import (
+    LearningRateRange as LearningRateRange,
+    Sweep as Sweep,
+    Trial as Trial,
+    learning_rate_range as learning_rate_range,
+    sweep as sweep,
+)

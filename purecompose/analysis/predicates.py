@@ -19,9 +19,6 @@ from purecompose.run.evaluation import evaluate
 from purecompose.surgery.weights import to_module
 
 
-__all__ = ["StatePredicate", "accuracy_below", "dead_unit", "loss_above", "not_finite", "weight_norm_above"]
-
-
 @dataclass(frozen=True)
 class StatePredicate:
     """A function `State -> bool` that prints as the call that made it.

@@ -15,35 +15,23 @@ Batches of graphs, in the form of torch_geometric's `Batch`, and packed sequence
 their rows are nodes, edges and time steps, and they cannot be cut without a `Splitter`.
 """
 
-from purecompose.batch.examples import Splitter, bounds, num_examples, num_tokens, reported_size, split, take
-from purecompose.batch.fields import (
-    AS_ARGUMENT,
-    WHOLE,
-    Field,
-    check_field,
-    get,
-    map_tensors,
-    put,
-    tensors,
-    with_tensors,
+from purecompose.batch.examples import (
+    Splitter as Splitter,
+    bounds as bounds,
+    num_examples as num_examples,
+    num_tokens as num_tokens,
+    reported_size as reported_size,
+    split as split,
+    take as take,
 )
-
-
-__all__ = [
-    "AS_ARGUMENT",
-    "WHOLE",
-    "Field",
-    "Splitter",
-    "bounds",
-    "check_field",
-    "get",
-    "map_tensors",
-    "num_examples",
-    "num_tokens",
-    "put",
-    "reported_size",
-    "split",
-    "take",
-    "tensors",
-    "with_tensors",
-]
+from purecompose.batch.fields import (
+    AS_ARGUMENT as AS_ARGUMENT,
+    WHOLE as WHOLE,
+    Field as Field,
+    check_field as check_field,
+    get as get,
+    map_tensors as map_tensors,
+    put as put,
+    tensors as tensors,
+    with_tensors as with_tensors,
+)

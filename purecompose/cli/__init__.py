@@ -21,12 +21,10 @@ from purecompose.cli.analysis import ablate, bisect, compare, explain, lr_range,
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import UsageError, add_options, arguments_of, examples_of, summary_of
 from purecompose.cli.processes import reporting
-from purecompose.cli.results import LoadedRun, evaluate, load_run, local_copy, plot, predict
+from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, load_run as load_run, local_copy, plot, predict
 from purecompose.cli.training import RunError, train
 from purecompose.errors import CheckpointError
 
-
-__all__ = ["LoadedRun", "load_run", "main"]
 
 _EPILOG = """\
 examples:

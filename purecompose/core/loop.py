@@ -6,34 +6,17 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 from purecompose import losses
 from purecompose.core.calls import run_loss, run_model
 from purecompose.core.means import targets_of_loss, with_loss_of_slice
-from purecompose.core.operation import Carry, Lowered, Place, Purpose, in_order
-from purecompose.core.program import Program, Stage, Update
-from purecompose.core.scopes import Grad, Microbatches, Scope
+from purecompose.core.operation import (
+    Carry as Carry,
+    Lowered as Lowered,
+    Place as Place,
+    Purpose as Purpose,
+    in_order as in_order,
+)
+from purecompose.core.program import Program as Program, Stage as Stage, Update as Update
+from purecompose.core.scopes import Grad as Grad, Microbatches as Microbatches, Scope as Scope
 from purecompose.core.state import State
 from purecompose.time.event import Event
-
-
-__all__ = [
-    "Carry",
-    "Grad",
-    "Lowered",
-    "Microbatches",
-    "Place",
-    "Program",
-    "Purpose",
-    "Scope",
-    "Stage",
-    "Update",
-    "advance",
-    "eval_events",
-    "eval_forward",
-    "forward",
-    "in_order",
-    "loop_events",
-    "loss",
-    "predict_events",
-    "update",
-]
 
 
 def _forward(state: State) -> State:

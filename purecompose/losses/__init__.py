@@ -15,49 +15,36 @@ targets or, for a slice of a batch, the slice's share of those of the whole batc
 examples.
 """
 
-from purecompose.losses.evaluation import check_loss, evaluate_loss, evaluate_parts, metrics_of_parts, per_example
-from purecompose.losses.from_model import ModelLoss, model_loss
-from purecompose.losses.functions import (
-    CTC,
-    BinaryCrossEntropy,
-    CrossEntropy,
-    Dice,
-    MeanSquaredError,
-    binary_cross_entropy,
-    cross_entropy,
-    ctc,
-    dice,
-    mse,
+from purecompose.losses.evaluation import (
+    check_loss as check_loss,
+    evaluate_loss as evaluate_loss,
+    evaluate_parts as evaluate_parts,
+    metrics_of_parts as metrics_of_parts,
+    per_example as per_example,
 )
-from purecompose.losses.targets import Mixture, has_index_targets, num_examples, one_hot
-from purecompose.losses.terms import counts_terms, couples_examples, num_terms, over_batch, share_of_mean
-
-
-__all__ = [
-    "CTC",
-    "BinaryCrossEntropy",
-    "CrossEntropy",
-    "Dice",
-    "MeanSquaredError",
-    "Mixture",
-    "ModelLoss",
-    "binary_cross_entropy",
-    "check_loss",
-    "counts_terms",
-    "couples_examples",
-    "cross_entropy",
-    "ctc",
-    "dice",
-    "evaluate_loss",
-    "evaluate_parts",
-    "has_index_targets",
-    "metrics_of_parts",
-    "model_loss",
-    "mse",
-    "num_examples",
-    "num_terms",
-    "one_hot",
-    "over_batch",
-    "per_example",
-    "share_of_mean",
-]
+from purecompose.losses.from_model import ModelLoss as ModelLoss, model_loss as model_loss
+from purecompose.losses.functions import (
+    CTC as CTC,
+    BinaryCrossEntropy as BinaryCrossEntropy,
+    CrossEntropy as CrossEntropy,
+    Dice as Dice,
+    MeanSquaredError as MeanSquaredError,
+    binary_cross_entropy as binary_cross_entropy,
+    cross_entropy as cross_entropy,
+    ctc as ctc,
+    dice as dice,
+    mse as mse,
+)
+from purecompose.losses.targets import (
+    Mixture as Mixture,
+    has_index_targets as has_index_targets,
+    num_examples as num_examples,
+    one_hot as one_hot,
+)
+from purecompose.losses.terms import (
+    counts_terms as counts_terms,
+    couples_examples as couples_examples,
+    num_terms as num_terms,
+    over_batch as over_batch,
+    share_of_mean as share_of_mean,
+)

@@ -24,30 +24,25 @@ from purecompose.losses import (
     num_terms,
     share_of_mean,
 )
-from purecompose.losses.class_metrics import accuracy, calibration_error, dice, iou, top_k
+from purecompose.losses.class_metrics import (
+    accuracy as accuracy,
+    calibration_error as calibration_error,
+    dice as dice,
+    iou as iou,
+    top_k as top_k,
+)
 from purecompose.losses.evaluation import check_pairs
-from purecompose.losses.metric import Device, Mean, Metric, counting, init_mean, is_lower_better, of_loss, read_by
+from purecompose.losses.metric import (
+    Device,
+    Mean as Mean,
+    Metric as Metric,
+    counting as counting,
+    init_mean,
+    is_lower_better as is_lower_better,
+    of_loss as of_loss,
+    read_by as read_by,
+)
 from purecompose.losses.targets import Mixture, num_examples as count_examples
-
-
-__all__ = [
-    "Mean",
-    "Metric",
-    "accuracy",
-    "as_metric",
-    "calibration_error",
-    "counting",
-    "dice",
-    "from_function",
-    "from_torchmetrics",
-    "iou",
-    "is_lower_better",
-    "mean_loss",
-    "of_loss",
-    "perplexity",
-    "read_by",
-    "top_k",
-]
 
 
 def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:

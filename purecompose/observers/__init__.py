@@ -5,40 +5,26 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
     state = fit(step, state, data, observers=[history, progress, records])
 """
 
-from purecompose.observers.monitors import activations, learning_rate, memory, moments, speed, system, updates
-from purecompose.observers.nans import NaNs
-from purecompose.observers.profile import Profile
-from purecompose.observers.progress import Progress
-from purecompose.observers.recorder import History, Image, Monitor, Recorder, Sink
-from purecompose.observers.records import Records, read_records
-from purecompose.observers.samples import image_samples, text_samples
-from purecompose.observers.stopwatch import Stopwatch
-from purecompose.observers.trackers import Comet, MLflow, TensorBoard, WandB
-
-
-__all__ = [
-    "Comet",
-    "History",
-    "Image",
-    "MLflow",
-    "Monitor",
-    "NaNs",
-    "Profile",
-    "Progress",
-    "Recorder",
-    "Records",
-    "Sink",
-    "Stopwatch",
-    "TensorBoard",
-    "WandB",
-    "activations",
-    "image_samples",
-    "learning_rate",
-    "memory",
-    "moments",
-    "read_records",
-    "speed",
-    "system",
-    "text_samples",
-    "updates",
-]
+from purecompose.observers.monitors import (
+    activations as activations,
+    learning_rate as learning_rate,
+    memory as memory,
+    moments as moments,
+    speed as speed,
+    system as system,
+    updates as updates,
+)
+from purecompose.observers.nans import NaNs as NaNs
+from purecompose.observers.profile import Profile as Profile
+from purecompose.observers.progress import Progress as Progress
+from purecompose.observers.recorder import (
+    History as History,
+    Image as Image,
+    Monitor as Monitor,
+    Recorder as Recorder,
+    Sink as Sink,
+)
+from purecompose.observers.records import Records as Records, read_records as read_records
+from purecompose.observers.samples import image_samples as image_samples, text_samples as text_samples
+from purecompose.observers.stopwatch import Stopwatch as Stopwatch
+from purecompose.observers.trackers import Comet as Comet, MLflow as MLflow, TensorBoard as TensorBoard, WandB as WandB

@@ -1,27 +1,19 @@
 """Random numbers as pure functions of keys; no global generator."""
 
-from purecompose.random.distributions import beta, exponential, gamma, truncated_normal
-from purecompose.random.draws import bernoulli, bits, choice, normal, permutation, randint, uniform
-from purecompose.random.keys import Rng, fold_in, key, salt, split
-from purecompose.random.philox import philox4x32
-
-
-__all__ = [
-    "Rng",
-    "bernoulli",
-    "beta",
-    "bits",
-    "choice",
-    "exponential",
-    "fold_in",
-    "gamma",
-    "key",
-    "normal",
-    "permutation",
-    "philox4x32",
-    "randint",
-    "salt",
-    "split",
-    "truncated_normal",
-    "uniform",
-]
+from purecompose.random.distributions import (
+    beta as beta,
+    exponential as exponential,
+    gamma as gamma,
+    truncated_normal as truncated_normal,
+)
+from purecompose.random.draws import (
+    bernoulli as bernoulli,
+    bits as bits,
+    choice as choice,
+    normal as normal,
+    permutation as permutation,
+    randint as randint,
+    uniform as uniform,
+)
+from purecompose.random.keys import Rng as Rng, fold_in as fold_in, key as key, salt as salt, split as split
+from purecompose.random.philox import philox4x32 as philox4x32

@@ -12,43 +12,30 @@ is evaluated on the host, once per step, from the timestamp in plain Python; tra
 tensor, so a changing learning rate never compiles twice. Batch t (counted from 0) uses the value at t, without lag.
 """
 
-from purecompose.schedule.curves import constant, cosine, linear, one_cycle, polynomial
-from purecompose.schedule.from_torch import from_torch
-from purecompose.schedule.periods import cosine_warm_restarts, exponential, multi_step, sequence, step
-from purecompose.schedule.scalar import (
-    Hparam,
-    Product,
-    Scalar,
-    Schedule,
-    collect,
-    hparam,
-    number,
-    resolve,
-    scaled,
-    scheduled,
+from purecompose.schedule.curves import (
+    constant as constant,
+    cosine as cosine,
+    linear as linear,
+    one_cycle as one_cycle,
+    polynomial as polynomial,
 )
-
-
-__all__ = [
-    "Hparam",
-    "Product",
-    "Scalar",
-    "Schedule",
-    "collect",
-    "constant",
-    "cosine",
-    "cosine_warm_restarts",
-    "exponential",
-    "from_torch",
-    "hparam",
-    "linear",
-    "multi_step",
-    "number",
-    "one_cycle",
-    "polynomial",
-    "resolve",
-    "scaled",
-    "scheduled",
-    "sequence",
-    "step",
-]
+from purecompose.schedule.from_torch import from_torch as from_torch
+from purecompose.schedule.periods import (
+    cosine_warm_restarts as cosine_warm_restarts,
+    exponential as exponential,
+    multi_step as multi_step,
+    sequence as sequence,
+    step as step,
+)
+from purecompose.schedule.scalar import (
+    Hparam as Hparam,
+    Product as Product,
+    Scalar as Scalar,
+    Schedule as Schedule,
+    collect as collect,
+    hparam as hparam,
+    number as number,
+    resolve as resolve,
+    scaled as scaled,
+    scheduled as scheduled,
+)

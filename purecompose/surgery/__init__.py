@@ -15,22 +15,11 @@ place: the old model, its tensors and its state are not modified. A rule is give
 tensors; it may change the copy's settings, but must not write into the tensors.
 """
 
-from purecompose.surgery.operation import Report, Surgery, operate, replace
-from purecompose.surgery.summary import summary
-from purecompose.surgery.visiting import Rule, Rules, Site
-from purecompose.surgery.weights import to_module, with_statistics, with_weights
-
-
-__all__ = [
-    "Report",
-    "Rule",
-    "Rules",
-    "Site",
-    "Surgery",
-    "operate",
-    "replace",
-    "summary",
-    "to_module",
-    "with_statistics",
-    "with_weights",
-]
+from purecompose.surgery.operation import Report as Report, Surgery as Surgery, operate as operate, replace as replace
+from purecompose.surgery.summary import summary as summary
+from purecompose.surgery.visiting import Rule as Rule, Rules as Rules, Site as Site
+from purecompose.surgery.weights import (
+    to_module as to_module,
+    with_statistics as with_statistics,
+    with_weights as with_weights,
+)

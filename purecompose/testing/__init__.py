@@ -9,62 +9,36 @@
 Needs Hypothesis: `pip install "purecompose[testing]"`.
 """
 
-from purecompose.testing import strategies, suite
-from purecompose.testing.case import COMPANIONS, Case
-from purecompose.testing.checking import CheckOptions, check, check_loss, laws
-from purecompose.testing.law import Broken, Law, LawViolation, NotJudged, acts_in_step, define_law, never_acts
-from purecompose.testing.order import (
-    Commutation,
-    Conflicts,
-    Meeting,
-    OrderOptions,
-    OrderWarning,
-    commutes,
-    conflicts,
-    warn_of_conflicts,
+from purecompose.testing import strategies as strategies, suite as suite
+from purecompose.testing.case import COMPANIONS as COMPANIONS, Case as Case
+from purecompose.testing.checking import (
+    CheckOptions as CheckOptions,
+    check as check,
+    check_loss as check_loss,
+    laws as laws,
 )
-from purecompose.testing.record import compare, intercepted, run
-from purecompose.testing.report import Outcome, Report, Status
-from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.subject import Subject
-from purecompose.testing.suite import LAWS
-from purecompose.testing.tasks import TASKS, Task, make_task
-
-
-__all__ = [
-    "Broken",
-    "COMPANIONS",
-    "Case",
-    "CheckOptions",
-    "Commutation",
-    "Conflicts",
-    "LAWS",
-    "Law",
-    "LawViolation",
-    "Meeting",
-    "NotJudged",
-    "OrderOptions",
-    "OrderWarning",
-    "Outcome",
-    "Report",
-    "SHIPPED",
-    "Status",
-    "Subject",
-    "TASKS",
-    "Task",
-    "acts_in_step",
-    "check",
-    "check_loss",
-    "commutes",
-    "compare",
-    "conflicts",
-    "define_law",
-    "intercepted",
-    "laws",
-    "make_task",
-    "never_acts",
-    "run",
-    "strategies",
-    "suite",
-    "warn_of_conflicts",
-]
+from purecompose.testing.law import (
+    Broken as Broken,
+    Law as Law,
+    LawViolation as LawViolation,
+    NotJudged as NotJudged,
+    acts_in_step as acts_in_step,
+    define_law as define_law,
+    never_acts as never_acts,
+)
+from purecompose.testing.order import (
+    Commutation as Commutation,
+    Conflicts as Conflicts,
+    Meeting as Meeting,
+    OrderOptions as OrderOptions,
+    OrderWarning as OrderWarning,
+    commutes as commutes,
+    conflicts as conflicts,
+    warn_of_conflicts as warn_of_conflicts,
+)
+from purecompose.testing.record import compare as compare, intercepted as intercepted, run as run
+from purecompose.testing.report import Outcome as Outcome, Report as Report, Status as Status
+from purecompose.testing.shipped import SHIPPED as SHIPPED
+from purecompose.testing.subject import Subject as Subject
+from purecompose.testing.suite import LAWS as LAWS
+from purecompose.testing.tasks import TASKS as TASKS, Task as Task, make_task as make_task

@@ -29,21 +29,6 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import Predicate, after, before, between, epoch_ends, every, on
 
 
-__all__ = [
-    "algorithm_lists",
-    "algorithms",
-    "batches",
-    "cases",
-    "events",
-    "models",
-    "predicates",
-    "programs",
-    "runs",
-    "states",
-    "tasks",
-    "timestamps",
-]
-
 _LOOP = events_in(loop_events)
 _EVENTS: dict[str | None, tuple[Event, ...]] = {
     None: tuple(Event),

@@ -4,9 +4,6 @@ Everything here is host arithmetic on immutable values. The counters of a `Times
 the library; the time in traced code (`state.clock`) is filled from them.
 """
 
-from purecompose.time import predicates
-from purecompose.time.timestamp import RunLength, Timestamp
-from purecompose.time.units import Time, TimeLike, TimeUnit, UnitError
-
-
-__all__ = ["RunLength", "Time", "TimeLike", "TimeUnit", "Timestamp", "UnitError", "predicates"]
+from purecompose.time import predicates as predicates
+from purecompose.time.timestamp import RunLength as RunLength, Timestamp as Timestamp
+from purecompose.time.units import Time as Time, TimeLike as TimeLike, TimeUnit as TimeUnit, UnitError as UnitError

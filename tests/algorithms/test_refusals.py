@@ -94,7 +94,7 @@ def excluded(annotation: Any) -> Iterator[tuple[Any, type[Exception]]]:
             yield (declared.low - 1) * linear(), ValueError
 
 
-_OTHERS: list[Any] = [getattr(module, name) for module in (functional, images) for name in module.__all__]
+_OTHERS: list[Any] = [one for module in (functional, images) for one in vars(module).values()]
 _OTHERS = [one for one in _OTHERS if inspect.isfunction(one) and one.__module__.startswith("purecompose.algorithms")]
 _OPTIMIZERS: list[Any] = [optim.adafactor, optim.adam, optim.adamw, optim.decoupled_adamw, optim.decoupled_sgdw]
 _OPTIMIZERS += [optim.lion, optim.muon, optim.rmsprop, optim.sgd]

@@ -5,46 +5,31 @@ for all images or one for each. Nothing is changed in place; shape and dtype are
 mapped by `vmap`.
 """
 
-from purecompose.algorithms.images.levels import Scale, ValueRange, check_value_range, on_levels
-from purecompose.algorithms.images.operations import (
-    autocontrast,
-    brightness,
-    contrast,
-    equalize,
-    posterize,
-    rotate,
-    saturation,
-    sharpness,
-    shear_x,
-    shear_y,
-    solarize,
-    translate_x,
-    translate_y,
+from purecompose.algorithms.images.levels import (
+    Scale as Scale,
+    ValueRange as ValueRange,
+    check_value_range as check_value_range,
+    on_levels as on_levels,
 )
-from purecompose.algorithms.images.primitives import PRIMITIVES, SETS, Primitive, Strength, chosen_primitives
-
-
-__all__ = [
-    "PRIMITIVES",
-    "SETS",
-    "Primitive",
-    "Scale",
-    "Strength",
-    "ValueRange",
-    "autocontrast",
-    "brightness",
-    "check_value_range",
-    "chosen_primitives",
-    "contrast",
-    "equalize",
-    "on_levels",
-    "posterize",
-    "rotate",
-    "saturation",
-    "sharpness",
-    "shear_x",
-    "shear_y",
-    "solarize",
-    "translate_x",
-    "translate_y",
-]
+from purecompose.algorithms.images.operations import (
+    autocontrast as autocontrast,
+    brightness as brightness,
+    contrast as contrast,
+    equalize as equalize,
+    posterize as posterize,
+    rotate as rotate,
+    saturation as saturation,
+    sharpness as sharpness,
+    shear_x as shear_x,
+    shear_y as shear_y,
+    solarize as solarize,
+    translate_x as translate_x,
+    translate_y as translate_y,
+)
+from purecompose.algorithms.images.primitives import (
+    PRIMITIVES as PRIMITIVES,
+    SETS as SETS,
+    Primitive as Primitive,
+    Strength as Strength,
+    chosen_primitives as chosen_primitives,
+)

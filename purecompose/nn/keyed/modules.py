@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from purecompose._support.checks import shown
 from purecompose._support.dynamo import DispatchMode
 from purecompose._support.functorch import is_transforming
-from purecompose.errors import UnkeyedRandomError
+from purecompose.errors import UnkeyedRandomError as UnkeyedRandomError
 from purecompose.nn.differentiable import plain_operations, replaces_functions
 from purecompose.nn.keyed.functions import FUNCTIONS
 from purecompose.nn.keyed.layers import LAYERS
@@ -38,8 +38,6 @@ from purecompose.nn.keyed.scope import CURRENT, Handler, Scope, running, unkeyed
 from purecompose.nn.skeleton import replay
 from purecompose.random.keys import Rng
 
-
-__all__ = ["BY_KEY", "Detector", "Keyed", "UnkeyedRandomError", "checkpoint", "detect", "keyed"]
 
 HANDLERS: dict[Any, Handler] = {**LAYERS, **FUNCTIONS}
 

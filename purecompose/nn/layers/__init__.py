@@ -1,71 +1,43 @@
 """The layers that methods put into networks, as plain `nn.Module`s, and activation checkpointing."""
 
-from purecompose.nn.keyed.modules import checkpoint
+from purecompose.nn.keyed.modules import checkpoint as checkpoint
 from purecompose.nn.layers.convolutions import (
-    BlurConv2d,
-    BlurMaxPool2d,
-    BlurPool2d,
-    SqueezeExcite2d,
-    SqueezeExciteConv2d,
-    StandardizedConv1d,
-    StandardizedConv2d,
-    StandardizedConv3d,
-    blur_2d,
-    blurmax_pool2d,
-    plain_conv,
-    standardized,
-    standardized_conv,
+    BlurConv2d as BlurConv2d,
+    BlurMaxPool2d as BlurMaxPool2d,
+    BlurPool2d as BlurPool2d,
+    SqueezeExcite2d as SqueezeExcite2d,
+    SqueezeExciteConv2d as SqueezeExciteConv2d,
+    StandardizedConv1d as StandardizedConv1d,
+    StandardizedConv2d as StandardizedConv2d,
+    StandardizedConv3d as StandardizedConv3d,
+    blur_2d as blur_2d,
+    blurmax_pool2d as blurmax_pool2d,
+    plain_conv as plain_conv,
+    standardized as standardized,
+    standardized_conv as standardized_conv,
 )
-from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
-from purecompose.nn.layers.no_op import NoOpModel
-from purecompose.nn.layers.norms import GhostBatchNorm, LowPrecisionGroupNorm, LowPrecisionLayerNorm
-from purecompose.nn.layers.stochastic_depth import DropPath, Residual, StochasticDepth, drop_paths, residuals
+from purecompose.nn.layers.factorized import FactorizedConv2d as FactorizedConv2d, FactorizedLinear as FactorizedLinear
+from purecompose.nn.layers.no_op import NoOpModel as NoOpModel
+from purecompose.nn.layers.norms import (
+    GhostBatchNorm as GhostBatchNorm,
+    LowPrecisionGroupNorm as LowPrecisionGroupNorm,
+    LowPrecisionLayerNorm as LowPrecisionLayerNorm,
+)
+from purecompose.nn.layers.stochastic_depth import (
+    DropPath as DropPath,
+    Residual as Residual,
+    StochasticDepth as StochasticDepth,
+    drop_paths as drop_paths,
+    residuals as residuals,
+)
 from purecompose.nn.layers.transformer import (
-    AlibiAttention,
-    ClassesSecond,
-    FeedForward,
-    GatedLinearUnit,
-    NoPositions,
-    PositionEmbedding,
-    SelfAttention,
-    alibi_bias,
-    alibi_slopes,
+    AlibiAttention as AlibiAttention,
+    ClassesSecond as ClassesSecond,
+    FeedForward as FeedForward,
+    GatedLinearUnit as GatedLinearUnit,
+    NoPositions as NoPositions,
+    PositionEmbedding as PositionEmbedding,
+    SelfAttention as SelfAttention,
+    alibi_bias as alibi_bias,
+    alibi_slopes as alibi_slopes,
 )
-
-
-__all__ = [
-    "AlibiAttention",
-    "BlurConv2d",
-    "BlurMaxPool2d",
-    "BlurPool2d",
-    "ClassesSecond",
-    "DropPath",
-    "FactorizedConv2d",
-    "FactorizedLinear",
-    "FeedForward",
-    "GatedLinearUnit",
-    "GhostBatchNorm",
-    "LowPrecisionGroupNorm",
-    "LowPrecisionLayerNorm",
-    "NoOpModel",
-    "NoPositions",
-    "PositionEmbedding",
-    "SelfAttention",
-    "Residual",
-    "SqueezeExcite2d",
-    "SqueezeExciteConv2d",
-    "StandardizedConv1d",
-    "StandardizedConv2d",
-    "StandardizedConv3d",
-    "StochasticDepth",
-    "alibi_bias",
-    "alibi_slopes",
-    "blur_2d",
-    "blurmax_pool2d",
-    "checkpoint",
-    "drop_paths",
-    "plain_conv",
-    "residuals",
-    "standardized",
-    "standardized_conv",
-]

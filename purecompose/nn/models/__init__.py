@@ -10,37 +10,26 @@ leaves that generator unchanged.
 """
 
 from purecompose.nn.models.convolutional import (
-    Bottleneck,
-    ResidualBlock,
-    cnn,
-    mlp,
-    resnet,
-    resnet8,
-    resnet18,
-    resnet20,
-    resnet50,
+    Bottleneck as Bottleneck,
+    ResidualBlock as ResidualBlock,
+    cnn as cnn,
+    mlp as mlp,
+    resnet as resnet,
+    resnet8 as resnet8,
+    resnet18 as resnet18,
+    resnet20 as resnet20,
+    resnet50 as resnet50,
 )
-from purecompose.nn.models.registry import MODELS, build, check_options, describe
-from purecompose.nn.models.transformer import GPT, TransformerBlock, VisionTransformer, gpt, vit
-
-
-__all__ = [
-    "GPT",
-    "MODELS",
-    "Bottleneck",
-    "ResidualBlock",
-    "TransformerBlock",
-    "VisionTransformer",
-    "build",
-    "check_options",
-    "cnn",
-    "describe",
-    "gpt",
-    "mlp",
-    "resnet",
-    "resnet8",
-    "resnet18",
-    "resnet20",
-    "resnet50",
-    "vit",
-]
+from purecompose.nn.models.registry import (
+    MODELS as MODELS,
+    build as build,
+    check_options as check_options,
+    describe as describe,
+)
+from purecompose.nn.models.transformer import (
+    GPT as GPT,
+    TransformerBlock as TransformerBlock,
+    VisionTransformer as VisionTransformer,
+    gpt as gpt,
+    vit as vit,
+)

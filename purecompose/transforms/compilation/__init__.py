@@ -5,9 +5,6 @@
 `dynamo` serves calls of a step within `torch.compile`.
 """
 
-from purecompose.errors import TraceError, VariantLimitError
-from purecompose.transforms.compilation.parts import Variant, Variants
-from purecompose.transforms.compilation.step import CompiledStep, compile
-
-
-__all__ = ["CompiledStep", "TraceError", "Variant", "VariantLimitError", "Variants", "compile"]
+from purecompose.errors import TraceError as TraceError, VariantLimitError as VariantLimitError
+from purecompose.transforms.compilation.parts import Variant as Variant, Variants as Variants
+from purecompose.transforms.compilation.step import CompiledStep as CompiledStep, compile as compile
