@@ -1,5 +1,5 @@
-"""Analysis of recorded runs (`replay`, `bisect`, `explain`, `compare`), and experiments that train new ones (`ablate`,
-`sweep`, `learning_rate_range`, `sensitivity`).
+"""Analysis of recorded runs (`replay`, `bisect`, `compare`), and experiments that train new ones (`ablate`, `sweep`,
+`learning_rate_range`).
 
     run = RecordedRun("runs/first", step, state, data)
     state = replay(run, at="1234ba").state
@@ -13,10 +13,6 @@ from purecompose.analysis.comparing import (
     Comparison as Comparison,
     compare as compare,
 )
-from purecompose.analysis.drawings import (
-    draw_ablation as draw_ablation,
-    draw_learning_rate_range as draw_learning_rate_range,
-)
 from purecompose.analysis.effects import (
     FEWEST_SEEDS as FEWEST_SEEDS,
     Ablation as Ablation,
@@ -25,13 +21,6 @@ from purecompose.analysis.effects import (
     Interval as Interval,
     simultaneous_intervals as simultaneous_intervals,
 )
-from purecompose.analysis.explaining import (
-    Example as Example,
-    Explanation as Explanation,
-    Layer as Layer,
-    explain as explain,
-    explain_batch as explain_batch,
-)
 from purecompose.analysis.replaying import (
     MaxDifference as MaxDifference,
     RecordedRun as RecordedRun,
@@ -39,13 +28,6 @@ from purecompose.analysis.replaying import (
     replay as replay,
 )
 from purecompose.analysis.searching import Bisection as Bisection, bisect as bisect
-from purecompose.analysis.sensitivities import (
-    Derivative as Derivative,
-    Sensitivity as Sensitivity,
-    Window as Window,
-    sensitivity as sensitivity,
-    window_of as window_of,
-)
 from purecompose.analysis.sweeping import (
     LearningRateRange as LearningRateRange,
     Sweep as Sweep,

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.checks import check_number, check_whole, shown
+from purecompose._support.checks import check_whole, shown
 from purecompose.analysis.cells import Trainer, check_repeated, first_batch, spread_moments
-from purecompose.analysis.effects import Ablation, Cell, comparisons, effects_of, name_of, subsets_of
+from purecompose.analysis.effects import Ablation, Cell, effects_of, name_of, subsets_of
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
@@ -41,18 +41,15 @@ def ablate(
     evaluate: Evaluator,
     metric: str | None = None,
     seeds: int | Sequence[int] = 8,
-    design: str = "leave_one_out",
-    confidence: float = 0.95,
-    resolution: float | None = None,
     mode: str = "auto",
     time_rounds: int = 8,
     folder: str | os.PathLike[str] | None = None,
     report: Callable[[str], object] | None = None,
 ) -> Ablation:
-    """Train with subsets of methods, and return the effect of each method.
+    """Train with all methods, with all but each one and with none, and return the effect of each method.
 
-    Every subset is trained with every seed. A method's effect is the metric with it minus the metric without it, for
-    each seed; the confidence intervals of all effects are simultaneous (see `analysis.simultaneous_intervals`). The
+    Every subset is trained with every seed. A method's effect is the metric of all methods minus the metric without
+    it, for each seed; the 95 % intervals of all effects are simultaneous (see `analysis.simultaneous_intervals`). The
     step time is measured separately from the runs: the steps of all subsets are timed in turn at ten points of a run.
 
     Args:
@@ -65,10 +62,6 @@ def ablate(
         evaluate: The evaluator. The metric of the last evaluation of each run is compared.
         metric: The metric, such as "eval/accuracy"; by default the evaluator's first.
         seeds: The number of seeds, from 0 on, or the seeds.
-        design: "leave_one_out" compares all methods with all but one; "all" trains all subsets, and averages the
-            difference over all pairs of subsets that differ in the method.
-        confidence: Confidence with which all intervals contain their true difference, in (0, 1).
-        resolution: The smallest difference that matters. An interval within ±resolution then means "no difference".
         mode: "population" to train the seeds of a subset at once, under vmap; "sequential" to train one after the
             other; or "auto" for a population unless vmap refuses its step. Results agree up to rounding.
         time_rounds: The number of times that steps are timed; with 0 the step time is not measured.
@@ -77,7 +70,7 @@ def ablate(
         report: Function that is called with a line of text after each cell, such as `print`.
 
     Returns:
-        The effects, which print as a table; `analysis.draw_ablation` draws them.
+        The effects, which print as a table.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range; or the folder contains the results of
@@ -108,13 +101,10 @@ def ablate(
         ['mixup', 'label_smoothing']
     """
     _check_arguments(data, evaluate, metric, mode)
-    check_number(confidence, "ablate: confidence", 0, 1, above=True, below=True)
-    if resolution is not None:
-        check_number(resolution, "ablate: resolution", 0, above=True)
     check_whole(time_rounds, "ablate: time_rounds", 0)
     chosen, numbers = _checked_methods(methods), _checked_seeds(seeds)
     names = list(chosen)
-    subsets = subsets_of(names, design)
+    subsets = subsets_of(names)
     metric = next(iter(evaluate.reported)) if metric is None else metric
     better = mode_of(metric, None, [evaluate])
     trainer = Trainer(make_step, state, data, evaluate, metric, chosen, None if folder is None else Path(folder))
@@ -136,8 +126,8 @@ def ablate(
         )
         for name, subset in cells.items()
     }
-    effects = effects_of(comparisons(names, subsets, design), found, better, confidence, resolution)
-    ablation = Ablation(metric, confidence, resolution, numbers, tuple(found.values()), effects, better, trainer.folder)
+    effects = effects_of(names, found, better)
+    ablation = Ablation(metric, numbers, tuple(found.values()), effects, better, trainer.folder)
     if trainer.folder is not None:
         write_text(trainer.folder / _TABLE, f"{ablation}\n")
     return ablation

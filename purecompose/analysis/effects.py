@@ -18,7 +18,6 @@ References:
     Romano and Wolf, Exact and approximate stepdown methods for multiple hypothesis testing, 2005.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -31,55 +30,18 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose._support.checks import check_number
 from purecompose._support.tables import table
 
 
-_DESIGNS = ("leave_one_out", "all")
-
-
-class Pairs(NamedTuple):
-    """The pairs of subsets that differ in one method only, as (with it, without it)."""
-
-    method: str
-    pairs: tuple[tuple[frozenset[str], frozenset[str]], ...]
-
-
-def subsets_of(methods: Sequence[str], design: str = "leave_one_out") -> list[frozenset[str]]:
-    """Return the subsets to train, the largest first.
-
-    Args:
-        methods: The names of all methods.
-        design: "leave_one_out" for all methods, all but one, and none; "all" for all subsets.
-
-    Raises:
-        ValueError: The design is unknown.
+def subsets_of(methods: Sequence[str]) -> list[frozenset[str]]:
+    """Return the subsets to train: all methods, all but each one, and none.
 
     Example:
         >>> [sorted(subset) for subset in subsets_of(["a", "b"])]
         [['a', 'b'], ['b'], ['a'], []]
     """
-    if design not in _DESIGNS:
-        raise ValueError(f"ablate: design={design!r}: expected one of {', '.join(map(repr, _DESIGNS))}")
     whole = frozenset(methods)
-    if design == "leave_one_out":
-        return list(dict.fromkeys([whole, *(whole - {name} for name in methods), frozenset[str]()]))
-    left_out = (left for num in range(len(methods) + 1) for left in itertools.combinations(methods, num))
-    return [whole.difference(left) for left in left_out]
-
-
-def comparisons(methods: Sequence[str], subsets: Sequence[frozenset[str]], design: str) -> list[Pairs]:
-    """Return a comparison for each method.
-
-    With "leave_one_out" it is all methods against all but this one; with "all", each pair of subsets that differ in
-    this method only, whose differences are averaged.
-    """
-    known, whole = set(subsets), frozenset(methods)
-    found = []
-    for name in methods:
-        pairs = [(subset, subset - {name}) for subset in subsets if name in subset and subset - {name} in known]
-        found.append(Pairs(name, tuple(pairs) if design == "all" else ((whole, whole - {name}),)))
-    return found
+    return list(dict.fromkeys([whole, *(whole - {name} for name in methods), frozenset[str]()]))
 
 
 def name_of(subset: frozenset[str], methods: Sequence[str]) -> str:
@@ -99,12 +61,12 @@ def name_of(subset: frozenset[str], methods: Sequence[str]) -> str:
     return " + ".join(name for name in methods if name in subset)
 
 
+CONFIDENCE = 0.95
+"""Confidence with which all intervals contain the means that they estimate."""
 MOST_SEEDS = 1000
 """Numbers of seeds above this one are reported as "more than"."""
 FEWEST_SEEDS = 5
 """With four seeds, simultaneous 95 % intervals would have a coverage of only 93 %."""
-_FEWEST_BEYOND = 0.79
-"""Expected number of absolute means beyond the quantile: 0.8 for 95 % of five seeds, where 0.4 are too few."""
 _ALL_SIGNS = 13
 """Number of seeds up to which all signs are used."""
 _POWER = 0.8
@@ -133,33 +95,19 @@ class Interval(NamedTuple):
         """True if the interval does not contain 0."""
         return self.low > 0 or self.high < 0
 
-    def is_within(self, resolution: float | None) -> bool:
-        """Return whether a resolution is given, and no number in the interval is larger than it."""
-        return resolution is not None and max(-self.low, self.high) <= resolution
 
-
-def fewest_seeds(confidence: float) -> int:
-    """Return the number of seeds from which intervals hold with a confidence: five for 95 %, eight for 99 %.
-
-    Of n seeds there are 2^(n-1) different absolute means; a quantile beyond the largest one is not known.
-    """
-    return max(FEWEST_SEEDS, 1 + math.ceil(math.log2(_FEWEST_BEYOND / (1 - confidence))))
-
-
-def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]], confidence: float = 0.95) -> list[Interval]:
-    """Return an interval for the mean of each row; with the given confidence, all contain their mean.
+def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]]) -> list[Interval]:
+    """Return an interval for the mean of each row; with 95 % confidence, all contain their mean.
 
     Args:
         differences: Paired differences of shape (number of comparisons, number of seeds), one column for each seed.
-        confidence: Confidence of all intervals together, in (0, 1).
 
     Returns:
-        One interval for each row: infinite ones for fewer seeds than `fewest_seeds(confidence)`, five for 95 %. With
-        enough seeds, a row of equal numbers has an interval of length 0.
+        One interval for each row: infinite ones for fewer than five seeds. With enough seeds, a row of equal numbers
+        has an interval of length 0.
 
     Raises:
-        ValueError: The differences are not a matrix of finite numbers with at least one row and column, or the
-            confidence is out of range.
+        ValueError: The differences are not a matrix of finite numbers with at least one row and column.
 
     Example:
         >>> one, two = simultaneous_intervals([[1.0, 1.2, 0.9, 1.1, 1.0, 0.8], [0.1, -0.2, 0.0, 0.1, 0.2, -0.1]])
@@ -172,11 +120,10 @@ def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]], conf
             f"simultaneous_intervals: expected finite differences of shape (comparisons, seeds), got shape "
             f"{tuple(values.shape)}{'' if values.isfinite().all() else ' with numbers that are not finite'}"
         )
-    check_number(confidence, "simultaneous_intervals: confidence", 0, 1, above=True, below=True)
     num = values.shape[1]
     varies = values.amax(1) > values.amin(1)
-    suffices = num >= fewest_seeds(confidence)
-    critical = _critical(values[varies], confidence) if suffices else math.inf
+    suffices = num >= FEWEST_SEEDS
+    critical = _critical(values[varies]) if suffices else math.inf
     deviations = values.std(1).tolist() if num > 1 else [math.nan] * len(values)
     intervals = []
     for mean, deviation, row_varies in zip(values.mean(1).tolist(), deviations, varies.tolist(), strict=True):
@@ -185,7 +132,7 @@ def simultaneous_intervals(differences: Tensor | Sequence[Sequence[float]], conf
     return intervals
 
 
-def _critical(values: Tensor, confidence: float) -> float:
+def _critical(values: Tensor) -> float:
     """Return the quantile of the greatest t over the rows, all of which vary."""
     num = values.shape[1]
     if not len(values):
@@ -193,7 +140,7 @@ def _critical(values: Tensor, confidence: float) -> float:
     signed = (values - values.mean(1, keepdim=True))[:, None] * _signs(num)
     errors = signed.std(2) / math.sqrt(num)
     greatest = (signed.mean(2).abs() / errors).amax(0)
-    return greatest.sort().values[math.ceil(confidence * len(greatest)) - 1].item()
+    return greatest.sort().values[math.ceil(CONFIDENCE * len(greatest)) - 1].item()
 
 
 def _signs(num: int) -> Tensor:
@@ -203,40 +150,26 @@ def _signs(num: int) -> Tensor:
     return 2 * random.bernoulli(random.key(0), 0.5, (2**_ALL_SIGNS, num)).double() - 1
 
 
-def seeds_needed(
-    interval: Interval, num_seeds: int, num_comparisons: int, confidence: float, resolution: float | None = None
-) -> int:
+def seeds_needed(interval: Interval, num_seeds: int, num_comparisons: int) -> int:
     """Return about how many seeds would decide a comparison: 0 if it is decided, at most `MOST_SEEDS` + 1.
 
     Args:
         interval: The interval so far.
         num_seeds: The number of seeds so far.
         num_comparisons: The number of comparisons whose intervals hold together.
-        confidence: Confidence of all intervals together.
-        resolution: The smallest difference that matters: an interval within ±resolution decides, too. By default, the
-            question is whether a difference of the size found can be distinguished from 0.
 
     Returns:
         The number of seeds in total, more than `num_seeds`, with which the interval of a difference of this size
-        excludes 0 with probability 0.8, or is within ±resolution. From normal quantiles with Šidák's correction.
+        excludes 0 with probability 0.8. From normal quantiles with Šidák's correction.
     """
-    if interval.is_decided or interval.is_within(resolution) or interval.low == interval.high:
+    if interval.is_decided or interval.low == interval.high:
         return 0
-    fewest = fewest_seeds(confidence)
     if num_seeds < 2:
-        return fewest
-    quantile = NormalDist().inv_cdf((1 + confidence ** (1 / num_comparisons)) / 2)
-    to_differ = _ratio((quantile + NormalDist().inv_cdf(_POWER)) * interval.deviation, abs(interval.mean))
-    room = 0.0 if resolution is None else max(resolution - abs(interval.mean), 0.0)
-    # The mean may leave the room on either side.
-    to_agree = _ratio((quantile + NormalDist().inv_cdf((1 + _POWER) / 2)) * interval.deviation, room)
+        return FEWEST_SEEDS
+    quantile = NormalDist().inv_cdf((1 + CONFIDENCE ** (1 / num_comparisons)) / 2) + NormalDist().inv_cdf(_POWER)
+    ratio = quantile * interval.deviation / abs(interval.mean) if interval.mean else math.inf
     # Two more, because the error is estimated, too.
-    wanted = min(to_differ, to_agree) ** 2 + 2
-    return max(num_seeds + 1, fewest, math.ceil(min(wanted, MOST_SEEDS + 1)))
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.inf
+    return max(num_seeds + 1, FEWEST_SEEDS, math.ceil(min(ratio**2 + 2, MOST_SEEDS + 1)))
 
 
 @dataclass(frozen=True)
@@ -271,7 +204,7 @@ class Effect:
     without_it: float
     """Mean of the metric without it."""
     differences: tuple[float, ...]
-    """The difference for each seed; with `design="all"`, its mean over all pairs of subsets."""
+    """The difference for each seed."""
     interval: Interval | None
     """The mean difference with its simultaneous interval; `None` if a difference is not finite."""
     slowdown: Interval | None
@@ -289,8 +222,6 @@ class Ablation:
 
     Attributes:
         metric: The metric that is compared.
-        confidence: The confidence with which all intervals contain their true difference.
-        resolution: The smallest difference that matters, if it was given.
         seeds: The seeds.
         cells: The trained subsets.
         effects: The effect of each method, in the order given.
@@ -299,8 +230,6 @@ class Ablation:
     """
 
     metric: str
-    confidence: float
-    resolution: float | None
     seeds: tuple[int, ...]
     cells: tuple[Cell, ...]
     effects: tuple[Effect, ...]
@@ -313,76 +242,67 @@ class Ablation:
         lower = " (lower is better)" if self.mode == "min" else ""
         lines = [
             f"{self.metric}{lower} of {len(self.cells)} subsets of {len(self.effects)} methods, "
-            f"{len(self.seeds)} seeds each; simultaneous {self.confidence:.0%} intervals",
+            f"{len(self.seeds)} seeds each; simultaneous {CONFIDENCE:.0%} intervals",
             "",
             table(head, rows),
         ]
         return "\n".join([*lines, *_remarks(self)])
 
 
-def effects_of(
-    compared: Sequence[Pairs],
-    cells: Mapping[frozenset[str], Cell],
-    mode: str,
-    confidence: float,
-    resolution: float | None,
-) -> tuple[Effect, ...]:
+def effects_of(methods: Sequence[str], cells: Mapping[frozenset[str], Cell], mode: str) -> tuple[Effect, ...]:
     """Return the effect of each method on a metric of this mode, from the results of the cells."""
-    num_seeds = len(next(iter(cells.values())).values)
-    rows = {one.method: _differences(one, cells) for one in compared}
+    whole = frozenset(methods)
+    pairs = {name: (cells[whole], cells[whole - {name}]) for name in methods}
+    rows = {
+        name: [a - b for a, b in zip(with_it.values, without.values, strict=True)]
+        for name, (with_it, without) in pairs.items()
+    }
     finite = [name for name, row in rows.items() if all(map(math.isfinite, row))]
-    intervals = dict(zip(finite, _intervals([rows[name] for name in finite], confidence), strict=True))
-    slowdowns = _slowdowns(compared, cells, confidence)
+    intervals = _intervals({name: rows[name] for name in finite})
+    slowdowns = _slowdowns(pairs)
     found = []
-    for one in compared:
-        interval = intervals.get(one.method)
-        needed = 0 if interval is None else seeds_needed(interval, num_seeds, len(finite), confidence, resolution)
+    for name, (with_it, without) in pairs.items():
+        interval = intervals.get(name)
+        needed = 0 if interval is None else seeds_needed(interval, len(with_it.values), len(finite))
         found.append(
             Effect(
-                one.method,
-                statistics.fmean(cells[with_it].mean for with_it, _ in one.pairs),
-                statistics.fmean(cells[without].mean for _, without in one.pairs),
-                tuple(rows[one.method]),
+                name,
+                with_it.mean,
+                without.mean,
+                tuple(rows[name]),
                 interval,
-                slowdowns.get(one.method),
+                slowdowns.get(name),
                 needed,
-                _verdict(interval, needed, resolution, mode),
+                _verdict(interval, needed, mode),
             )
         )
     return tuple(found)
 
 
-def _differences(one: Pairs, cells: Mapping[frozenset[str], Cell]) -> list[float]:
-    """Return the difference of each seed, as a mean over the pairs."""
-    pairs = [zip(cells[with_it].values, cells[without].values, strict=True) for with_it, without in one.pairs]
-    return [statistics.fmean(a - b for a, b in found) for found in zip(*pairs, strict=True)]
-
-
-def _intervals(rows: list[list[float]], confidence: float) -> list[Interval]:
-    return simultaneous_intervals(torch.tensor(rows, dtype=torch.float64), confidence) if rows else []
-
-
-def _slowdowns(
-    compared: Sequence[Pairs], cells: Mapping[frozenset[str], Cell], confidence: float
-) -> dict[str, Interval]:
-    """Return the ratio of step times of each method, as a geometric mean over pairs and rounds."""
-    if not all(cell.seconds for cell in cells.values()):
+def _intervals(rows: Mapping[str, list[float]]) -> dict[str, Interval]:
+    if not rows:
         return {}
-    logs = []
-    for one in compared:
-        pairs = [zip(cells[with_it].seconds, cells[without].seconds, strict=True) for with_it, without in one.pairs]
-        logs.append([statistics.fmean(math.log(a / b) for a, b in found) for found in zip(*pairs, strict=True)])
+    found = simultaneous_intervals(torch.tensor(list(rows.values()), dtype=torch.float64))
+    return dict(zip(rows, found, strict=True))
+
+
+def _slowdowns(pairs: Mapping[str, tuple[Cell, Cell]]) -> dict[str, Interval]:
+    """Return the ratio of step times of each method, as a geometric mean over the rounds."""
+    if not all(cell.seconds for pair in pairs.values() for cell in pair):
+        return {}
+    logs = {
+        name: [math.log(a / b) for a, b in zip(with_it.seconds, without.seconds, strict=True)]
+        for name, (with_it, without) in pairs.items()
+    }
     return {
-        one.method: Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.deviation)
-        for one, found in zip(compared, _intervals(logs, confidence), strict=True)
+        name: Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.deviation)
+        for name, found in _intervals(logs).items()
     }
 
 
-def _verdict(interval: Interval | None, needed: int, resolution: float | None, mode: str) -> str:
+def _verdict(interval: Interval | None, needed: int, mode: str) -> str:
     if interval is None:
         return "not finite"
-    if interval.is_within(resolution):
-        return "no difference"
     if interval.is_decided:
         return "better" if (interval.mean < 0) == (mode == "min") else "worse"
     return "undecided" if needed else "no difference"
@@ -426,8 +346,7 @@ def _remarks(ablation: Ablation) -> list[str]:
     if any(effect.slowdown is not None and _change(effect.slowdown)[0] == "(" for effect in ablation.effects):
         lines.append("times in brackets: the interval of the change contains 0")
     if any(effect.interval is not None and math.isinf(effect.interval.high) for effect in ablation.effects):
-        fewest = fewest_seeds(ablation.confidence)
-        lines.append(f"{len(ablation.seeds)} seeds are too few for intervals: give at least {fewest}")
+        lines.append(f"{len(ablation.seeds)} seeds are too few for intervals: give at least {FEWEST_SEEDS}")
     if any(effect.verdict == "not finite" for effect in ablation.effects):
         bad = [cell.name for cell in ablation.cells if not all(map(math.isfinite, cell.values))]
         lines.append(f"runs without a finite {ablation.metric}: {', '.join(bad)}")

@@ -4,19 +4,15 @@ Any function of a state is one. For a population, those here are true if they ar
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, tree
+from purecompose import tree
 from purecompose._support.checks import check_number
 from purecompose.core.state import State
-from purecompose.losses.metrics import accuracy
-from purecompose.run.evaluation import evaluate
-from purecompose.surgery.weights import to_module
 
 
 @dataclass(frozen=True)
@@ -102,58 +98,3 @@ def weight_norm_above(number: float, params: str = "*") -> StatePredicate:
         return not bool((torch.stack(squares).sum(0).sqrt() <= number).all())
 
     return StatePredicate(f"weight_norm_above({number}, {params!r})", is_above)
-
-
-def dead_unit(module: str, inputs: Any) -> StatePredicate:
-    """Return the predicate that a unit of a module has equal outputs for all examples, as a ReLU that is always 0.
-
-    Args:
-        module: Name of the module, such as "0.relu". Its units are in dimension 1 of its outputs, (N, C, ...).
-        inputs: The examples: one argument of the network, a list of arguments, or a mapping of keyword arguments.
-
-    Raises:
-        ValueError: When called: the network has no such module, or the state is a population's.
-
-    Example::
-
-        bisect(run, dead_unit("1", inputs), stays=True)
-    """
-
-    def is_dead(state: State) -> bool:
-        net = to_module(state).eval()
-        if module not in dict(net.named_modules()):
-            known = ", ".join(name for name, _ in net.named_modules() if name)
-            raise ValueError(f"dead_unit: the network has no module {module!r}; there are {known}")
-        found: list[Any] = []
-        net.get_submodule(module).register_forward_hook(lambda _, __, outputs: found.append(outputs))
-        given = batches.map_tensors(lambda tensor: tensor.to(state.device), inputs)
-        with torch.no_grad():
-            if isinstance(given, Mapping):
-                net(**given)
-            else:
-                net(*(given if isinstance(given, list) else [given]))
-        units = found[-1].transpose(0, 1).flatten(1)
-        return bool((units == units[:, :1]).all(1).any())
-
-    return StatePredicate(f"dead_unit({module!r}, ...)", is_dead)
-
-
-def accuracy_below(share: float, batch: Any, metric: Any = accuracy) -> StatePredicate:
-    """Return the predicate that the accuracy on a batch is below a threshold.
-
-    Args:
-        share: The threshold, in [0, 1].
-        batch: A batch with inputs and targets, with the same structure as the training batches.
-        metric: Another metric than the accuracy of class indices; larger values are better.
-
-    Example::
-
-        bisect(run, accuracy_below(0.5, (inputs, targets)), stays=False)
-    """
-    check_number(share, "accuracy_below: share", 0, 1)
-
-    def is_below(state: State) -> bool:
-        given = batches.map_tensors(lambda tensor: tensor.to(state.device), batch)
-        return not bool((torch.as_tensor(evaluate(state, [given], {"value": metric})["value"]) >= share).all())
-
-    return StatePredicate(f"accuracy_below({share}, ...)", is_below)

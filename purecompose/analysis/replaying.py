@@ -4,17 +4,16 @@ nearest checkpoint before it."""
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from purecompose import batch as batches, tree
+from purecompose import tree
 from purecompose._support.checks import shown
 from purecompose._support.messages import warn
 from purecompose._support.shards import whole
@@ -22,7 +21,7 @@ from purecompose._support.urls import is_remote
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.facts import describe_data, differences as data_differences
-from purecompose.data.loaders import StateStream, epoch_batches, own_order
+from purecompose.data.loaders import own_order
 from purecompose.data.position import position_holder
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records
@@ -42,7 +41,7 @@ from purecompose.run.saving.comparison import (
 )
 from purecompose.run.saving.files import time_from_plain
 from purecompose.run.saving.folder import CHECKPOINTS, Found, all_in
-from purecompose.run.saving.leaves import POSITION, leaves_of
+from purecompose.run.saving.leaves import POSITION
 from purecompose.run.start import evaluation_step, start_of_run
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.event import Event
@@ -77,7 +76,6 @@ class RecordedRun:
         evaluate, stop, adjust, microbatches: As they were given to `fit`. Evaluations are repeated only if a rule for
             stopping or an adjuster reads them.
         extra: The objects that were given to `Checkpoints(extra=...)`; a replay restores them in place.
-        decode: Function that returns an example's input as text, such as the `decode` of a vocabulary, for reports.
         strict: True to raise if the code, the data, the versions or the device are not those of the run. Otherwise
             there is a warning, and bits may differ.
 
@@ -101,7 +99,6 @@ class RecordedRun:
     adjust: Adjuster | Sequence[Adjuster] | None = ()
     microbatches: str | None = None
     extra: Any = field(default=None, repr=False)
-    decode: Any = field(default=None, repr=False)
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -265,27 +262,6 @@ def _listed(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
-def as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Return a state or a batch with its floating tensors in another dtype.
-
-    A state then computes without autocast, and with losses in float64 if the dtype is. Its named scalars keep their
-    dtype, float32.
-
-    Args:
-        value: A state or a batch.
-        dtype: A floating dtype.
-    """
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    if not isinstance(value, State):
-        return batches.map_tensors(cast, value)
-    loss_dtype = torch.float64 if dtype is torch.float64 else value.context.loss_dtype
-    converted = tree.map(lambda leaf: cast(leaf) if isinstance(leaf, Tensor) else leaf, value)
-    return converted.replace(hparams=value.hparams, precision="fp32", loss_dtype=loss_dtype)
-
-
 class MaxDifference(NamedTuple):
     """The largest difference of two states."""
 
@@ -353,8 +329,6 @@ class Replay:
     """The checkpoint from which it was computed."""
     num_batches: int
     """Number of batches that were trained on again."""
-    difference: MaxDifference | None = None
-    """The largest difference from the run's state, for a replay in another precision or on another device."""
     is_strict: bool = True
     """False for a replay with `RecordedRun(strict=False)`, which may have other bits."""
 
@@ -362,19 +336,10 @@ class Replay:
         now = self.state.timestamp
         many = "es" * (self.num_batches != 1)
         text = f"batch {now.batch} (epoch {now.epoch}), {self.num_batches} batch{many} after {self.checkpoint.name}"
-        if self.difference is not None:
-            return f"{text}: not the bits of the run; largest relative difference: {self.difference}"
         return f"{text}: {'' if self.is_strict else 'with strict=False, perhaps not '}the bits of the run"
 
 
-def replay(
-    run: RecordedRun,
-    at: TimeLike | int,
-    *,
-    observers: Observer | Iterable[Observer] = (),
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> Replay:
+def replay(run: RecordedRun, at: TimeLike | int, *, observers: Observer | Iterable[Observer] = ()) -> Replay:
     """Return the state of a run at a batch, bit for bit, from the nearest checkpoint before it.
 
     Losses are compared with the run's records, where it has them. Nothing in the run's folder changes.
@@ -385,17 +350,11 @@ def replay(
             first one there, between steps.
         observers: Functions `(event, state) -> None`, called as in `fit`, from the checkpoint on. A method
             `see_batch(state, batch)` is called before each step.
-        dtype: A floating dtype, usually `torch.float64`, to which the state at the checkpoint and the batches are
-            converted. The step then runs without autocast.
-        device: The device on which to replay. With a `dtype` or `device` the step runs uncompiled.
-
-    Returns:
-        The state; with a `dtype` or `device`, also the difference from the run's own state.
 
     Raises:
         ValueError: `at` is before the first checkpoint or after the last one.
         MismatchError: The data or code differ, see `RecordedRun`; or a loss is not the recorded one.
-        TypeError: `run` is not a `RecordedRun`, or `dtype` is not a floating dtype.
+        TypeError: `run` is not a `RecordedRun`.
 
     Example::
 
@@ -404,20 +363,14 @@ def replay(
     """
     if not isinstance(run, RecordedRun):
         raise TypeError(f"replay: expected a RecordedRun(path, step, state, data), got {shown(run)}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"replay: dtype: expected a floating dtype such as torch.float64, got {shown(dtype)}")
     observers = (observers,) if callable(observers) else tuple(observers)
     at = point(at, "replay: at")
-    if dtype is None and device is None:
-        return _replayed(run, at, observers, None)
-
-    def converted(value: Any) -> Any:
-        value = value if dtype is None else as_dtype(value, dtype)
-        return value if device is None or not isinstance(value, State) else value.to(device)
-
-    exact, other = _replayed(run, at, (), None), _replayed(run, at, observers, converted)
-    largest = max_difference(*(leaves_of(one.state).tensors for one in (other, exact)))
-    return Replay(other.state, other.checkpoint, other.num_batches, largest, run.strict)
+    found, length = run.before(at)
+    with contextlib.closing(states_from(run, run.load(found), length, observers)) as states:
+        for state in states:
+            if state.timestamp.reached(at):
+                return Replay(state, found.path, state.timestamp.batch - found.index.batch, is_strict=run.strict)
+    raise MismatchError(f"{run.path}: the replay from {found.path.name} ended before {at}", [])
 
 
 def point(at: Any, where: str) -> Time:
@@ -434,11 +387,7 @@ def point(at: Any, where: str) -> Time:
 
 
 def states_from(
-    run: RecordedRun,
-    loaded: Loaded,
-    length: RunLength,
-    observers: tuple[Any, ...] = (),
-    convert: Callable[[Any], Any] | None = None,
+    run: RecordedRun, loaded: Loaded, length: RunLength, observers: tuple[Any, ...] = ()
 ) -> Generator[State]:
     """Yield the state of a checkpoint, and those after each batch from there on, as in the run.
 
@@ -447,22 +396,16 @@ def states_from(
         loaded: The checkpoint.
         length: The run's length.
         observers: See `replay`.
-        convert: Function of states and batches for another precision or device; losses are then not compared.
     """
-    state, step, data = loaded.state, run.step, run.data
-    state = state.replace(timestamp=state.timestamp.replace(run=length))
-    if convert is None:
-        observers = (_Recorded(run), *observers)
-    else:
-        state, step, data = convert(state), run.plain_step, _converted(data, loaded.position, convert)
+    state = loaded.state.replace(timestamp=loaded.state.timestamp.replace(run=length))
     yield state
     decides = bool(run.stop or run.adjust)
     loop = Run(
-        step,
-        evaluation_step(step),
-        data,
+        run.step,
+        evaluation_step(run.step),
+        run.data,
         run.evaluate if decides else (),  # pyright: ignore[reportArgumentType]
-        observers,
+        (_compared_with_records(run), *observers),
         run.stop,  # pyright: ignore[reportArgumentType]
         run.adjust,  # pyright: ignore[reportArgumentType]
         is_adaptive=run.microbatches is not None,
@@ -473,50 +416,20 @@ def states_from(
     yield from loop.states(state)
 
 
-def _replayed(run: RecordedRun, at: Time, observers: tuple[Any, ...], convert: Callable[[Any], Any] | None) -> Replay:
-    found, length = run.before(at)
-    states = states_from(run, run.load(found), length, observers, convert)
-    with contextlib.closing(states):
-        for state in states:
-            if state.timestamp.reached(at):
-                num_batches = state.timestamp.batch - found.index.batch
-                return Replay(state, found.path, num_batches, is_strict=run.strict)
-    raise MismatchError(f"{run.path}: the replay from {found.path.name} ended before {at}", [])
+def _compared_with_records(run: RecordedRun) -> Observer:
+    """Return an observer that compares losses with those in the run's records."""
 
-
-class _Recorded:
-    """An observer that compares losses with those in the run's records."""
-
-    def __init__(self, run: RecordedRun) -> None:
-        self._run = run
-
-    def __call__(self, event: Event, state: State) -> None:
+    def compare(event: Event, state: State) -> None:
         batch = state.timestamp.batch
-        if event is not Event.BATCH_END or batch not in self._run.losses or state.loss is None:
+        if event is not Event.BATCH_END or batch not in run.losses or state.loss is None:
             return
-        then, now = self._run.losses[batch], state.loss.tolist()
-        if self._run.strict and repr(then) != repr(now):
+        then, now = run.losses[batch], state.loss.tolist()
+        if run.strict and repr(then) != repr(now):
             line = f"loss of batch {batch}: {then} in the records, {now} here"
             raise MismatchError(
-                f"{self._run.path}: the replay is not the run: {line}. The step, the data or what they read from "
+                f"{run.path}: the replay is not the run: {line}. The step, the data or what they read from "
                 "outside have changed in a way that the checkpoints do not know of",
                 [line],
             )
 
-
-def _converted(data: Any, position: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return the data with converted batches."""
-    if isinstance(data, StateStream):
-        return StateStream(lambda state: convert(data.batch(state)))
-    return _Converted(data, position, convert)
-
-
-class _Converted:
-    """Data whose batches are converted, in the same order."""
-
-    def __init__(self, data: Any, position: Any, convert: Callable[[Any], Any]) -> None:
-        self._data, self._position, self._convert = data, position, convert
-
-    def epoch(self, key: Tensor, epoch: int, start: int) -> Iterator[Any]:
-        position, self._position = self._position, None
-        return map(self._convert, epoch_batches(self._data, key.cpu(), epoch, start, position))
+    return compare

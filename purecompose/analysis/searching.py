@@ -1,15 +1,22 @@
-"""`bisect`: the first batch of a run at which a predicate holds."""
+"""`bisect`: the first batch of a run at which a predicate holds, and the unusual examples in it."""
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from purecompose import batch as batches
 from purecompose._support.checks import check_flag, is_callable_with, shown
-from purecompose.analysis.explaining import Explanation, LastBatch, explain_last
 from purecompose.analysis.replaying import RecordedRun, point, states_from
 from purecompose.core.state import State
+from purecompose.data import Arrays
 from purecompose.run.saving.folder import Found
+
+
+_OUTLIER = 100.0
+"""An example is unusual if its largest value is more than this many times that of the median example."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +31,21 @@ class Bisection:
     """Number of different checkpoints that were read, to evaluate the predicate or to replay the run from there."""
     num_batches: int
     """Number of batches that were trained on again."""
-    explanation: Explanation | None
-    """The report of that batch; `None` for a population, or if the predicate holds at the start of the run."""
+    unusual: tuple[str, ...]
+    """The examples of that batch with values that are not finite or unusually large, in words, such as "example 2
+    (number 777 of the data): targets are not finite"; empty for a population."""
+    before: State = field(repr=False)
+    """The state before that batch."""
+    data: Any = field(repr=False)
+    """The batch: `traced(step)(found.before, found.data)` repeats its step."""
 
     def __str__(self) -> str:
-        head = (
-            f"{self.predicate} holds from batch {self.batch} on, found with {self.replays} replays "
-            f"({self.num_batches} batches)"
-        )
-        if self.explanation is None:
-            return head
-        worst = self.explanation.examples[:1]
-        named = [f"{one.name}: {'; '.join(one.notes)}" for one in worst if one.notes]
-        return "\n\n".join(["\n".join([head, *named]), str(self.explanation)])
+        head = f"{self.predicate} holds from batch {self.batch} on, found with {self.replays} replays "
+        return "\n".join([f"{head}({self.num_batches} batches)", *self.unusual])
 
 
 def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) -> Bisection:
-    """Return the first batch of a run after which a predicate holds, with the report of that batch.
+    """Return the first batch of a run after which a predicate holds, with its unusual examples.
 
     Args:
         run: The run.
@@ -51,7 +56,7 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
             checkpoint until the predicate is true.
 
     Returns:
-        The batch with its report.
+        The batch, and the state before it.
 
     Raises:
         ValueError: The predicate is never true; it is true at the first checkpoint already; or with `stays` it becomes
@@ -91,8 +96,9 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
                 end = run.load(found[-1]).state
                 if not _holds(predicate, end):
                     raise _passing(predicate, batch, end.timestamp.batch)
-            explanation = explain_last(run, caught) if run.start.key.ndim == 1 else None
-            return Bisection(batch, _words(predicate), len(read), num_batches, explanation)
+            assert caught.state is not None
+            unusual = tuple(_unusual(run, caught.state, caught.batch))
+            return Bisection(batch, _words(predicate), len(read), num_batches, unusual, caught.state, caught.batch)
     text = f"bisect: {_words(predicate)} does not hold at batch {found[high].index.batch} of {run.path}"
     raise ValueError(
         f"{text}: it never does, or does not stay true; then use stays=False" if stays else f"{text}, nor before"
@@ -116,16 +122,31 @@ def _passing(predicate: Callable[[State], Any], batch: int, later: int) -> Value
     )
 
 
+class _LastBatch:
+    """An observer that keeps the newest batch, and the state before it."""
+
+    def __init__(self) -> None:
+        self.state: State | None = None
+        self.batch: Any = None
+
+    def __call__(self, event: Any, state: State) -> None:
+        del event, state
+
+    def see_batch(self, state: State, batch: Any) -> None:
+        """Keep a state and a batch. A state that the step will overwrite is copied."""
+        self.state, self.batch = (state if state.lease is None else state.copy()), batch
+
+
 def _scanned(
     run: RecordedRun, predicate: Callable[[State], Any], first: Found, last: Found, *, stays: bool
-) -> tuple[LastBatch, int | None, int]:
+) -> tuple[_LastBatch, int | None, int]:
     """Replay from one checkpoint to the next until the predicate holds; if it `stays`, to the end, to check that.
 
     Returns:
         The batch after which it holds first, with the state before; its number, `None` if there is none; and the batch
         that the replay has reached.
     """
-    newest, caught = LastBatch(), LastBatch()
+    newest, caught = _LastBatch(), _LastBatch()
     batch, now = None, first.index.batch
     _, length = run.before(point(last.index.batch, "bisect"))
     with contextlib.closing(states_from(run, run.load(first), length, (newest,))) as states:
@@ -147,3 +168,51 @@ def _scanned(
 
 def _words(predicate: Any) -> str:
     return getattr(predicate, "__name__", None) or " ".join(repr(predicate).split())
+
+
+def _unusual(run: RecordedRun, state: State, batch: Any) -> Iterator[str]:
+    """Yield the examples of a batch with values that are not finite or unusually large, in words."""
+    if state.key.ndim > 1:
+        return
+    notes: dict[int, list[str]] = {}
+    num = run.plain_step.num_examples(state, batch)
+    for name, member_field in (("inputs", state.context.input_field), ("targets", state.context.target_field)):
+        rows = _rows(batch, member_field, state.context.batch_dim)
+        if rows is not None and len(rows) == num:
+            for i, note in _notes(name, rows):
+                notes.setdefault(i, []).append(note)
+    places = _places(run.data, state)
+    for i, words in sorted(notes.items()):
+        in_data = f" (number {places[i]} of the data)" if places else ""
+        yield f"example {i}{in_data}: {'; '.join(words)}"
+
+
+def _rows(batch: Any, member_field: Any, dim: int) -> Tensor | None:
+    """Return a floating member of a batch with a row for each example, if it has one and the program reads it so."""
+    try:
+        found = batches.get(batch, member_field)
+    except (KeyError, TypeError):
+        return None
+    if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim <= dim or not found.numel():
+        return None
+    return found.detach().movedim(dim, 0).flatten(1) if found.ndim > 1 else found.detach()[:, None]
+
+
+def _notes(name: str, rows: Tensor) -> Iterator[tuple[int, str]]:
+    is_finite = rows.isfinite().all(1).tolist()
+    sizes = rows.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+    typical = float(sizes.median())
+    for i, (finite, size) in enumerate(zip(is_finite, sizes.tolist(), strict=True)):
+        if not finite:
+            yield i, f"{name} are not finite"
+        elif typical > 0 and size > _OUTLIER * typical:
+            yield i, f"{name} reach {size:.3g}, {size / typical:,.0f} times the typical"
+
+
+def _places(data: Any, state: State) -> list[int] | None:
+    """Return the places in the data of the examples of the batch after a state, for data in memory."""
+    if not isinstance(data, Arrays):
+        return None
+    now = state.timestamp
+    start, end = (batch * data.batch_size for batch in (now.batch_in_epoch, now.batch_in_epoch + 1))
+    return data.order(state.key, now.epoch)[start:end].tolist() if data.shuffle else list(range(start, end))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from purecompose import batch as batches, random
-from purecompose._support.checks import check_flag, check_number, check_whole, shown
+from purecompose._support.checks import check_number, check_whole, shown
 from purecompose._support.tables import table
 from purecompose.analysis.cells import check_repeated, first_batch, population_of
 from purecompose.core.compose import Step
@@ -34,7 +34,6 @@ from purecompose.run.rules import mode_of
 from purecompose.run.start import start_of_run
 from purecompose.schedule import Hparam, hparam
 from purecompose.schedule.scalar import Product, factors_of
-from purecompose.transforms.compilation import CompiledStep, compile
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ def sweep(
     evaluate: Evaluator,
     metric: str | None = None,
     seeds: int = 1,
-    compiled: bool = False,
     chunk_size: int | None = None,
     observers: Observer | Iterable[Observer] = (),
     folder: str | os.PathLike[str] | None = None,
@@ -102,7 +100,6 @@ def sweep(
         evaluate: The evaluator.
         metric: The metric, such as "eval/loss"; by default the evaluator's first.
         seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
-        compiled: True to compile a composed step.
         chunk_size: Number of members computed at a time, which bounds the memory; see `population`.
         observers: Observers of the run.
         folder: A folder for the run; the same call resumes an interrupted run in it, and other settings are refused.
@@ -130,7 +127,6 @@ def sweep(
     if metric is not None and metric not in evaluate.reported:
         raise ValueError(f"sweep: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
     check_whole(seeds, "sweep: seeds", 1)
-    check_flag(compiled, "sweep: compiled")
     metric = metric or next(iter(evaluate.reported))
     mode = mode_of(metric, None, [evaluate])
     settings = _checked_settings(values)
@@ -143,8 +139,6 @@ def sweep(
             f'number, as in alg.label_smoothing(hparam("{missing[0]}", 0.1))'
         )
     members = _members(state, settings, seeds)
-    if compiled and not isinstance(step, CompiledStep):
-        step = compile(step)
     together, start, stacked, evaluator = population_of(step, members, data, evaluate, chunk_size)
     history = History()
     watching: list[Any] = [history, *([observers] if callable(observers) else observers)]

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 from purecompose import __version__
 from purecompose._support import specs
 from purecompose._support.messages import say
-from purecompose.cli.analysis import ablate, bisect, compare, explain, lr_range, replay, sensitivity, sweep
+from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import UsageError, add_options, arguments_of, examples_of, summary_of
 from purecompose.cli.processes import reporting
@@ -37,7 +37,7 @@ examples:
   python -m purecompose train --data book.txt --out runs/text
   python -m purecompose evaluate runs/first --checkpoint best
   python -m purecompose plot runs/first runs/eight --out curves.png
-  python -m purecompose explain runs/first --at 1234ba
+  python -m purecompose replay runs/first --at 1234ba
   python -m purecompose ablate --algorithms mixup,sam
   python -m purecompose plan --at 0.6dur
   python -m purecompose algorithms mixup
@@ -185,13 +185,11 @@ _COMMANDS: dict[str, Callable[..., int | None]] = {
         predict,
         plot,
         replay,
-        explain,
         bisect,
         compare,
         ablate,
         sweep,
         lr_range,
-        sensitivity,
         plan,
         algorithms,
         completion,

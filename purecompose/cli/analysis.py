@@ -1,14 +1,12 @@
-"""`replay`, `explain`, `bisect` and `compare`, which analyse recorded runs; `ablate`, `sweep`, `lr-range` and
-`sensitivity`, which train to compare methods and settings."""
+"""`replay`, `bisect` and `compare`, which analyse recorded runs; `ablate`, `sweep` and `lr-range`, which train to
+compare methods and settings."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-import torch
+from typing import Annotated, Any, NamedTuple
 
 from purecompose import analysis
 from purecompose._support import specs
@@ -17,20 +15,7 @@ from purecompose.algorithms import FACTORIES
 from purecompose.analysis import RecordedRun, predicates
 from purecompose.analysis.sweeping import with_named_rate
 from purecompose.cli.data import Data
-from purecompose.cli.options import (
-    File,
-    Folder,
-    List,
-    Number,
-    Real,
-    Run,
-    Shown,
-    Time,
-    UsageError,
-    check_target,
-    one_line,
-    reported_as,
-)
+from purecompose.cli.options import Folder, Number, Run, Shown, Time, UsageError, one_line, reported_as
 from purecompose.cli.own import imported, is_own
 from purecompose.cli.results import KeptRun
 from purecompose.cli.settings import Given, Settings
@@ -38,7 +23,6 @@ from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data import TextData
 from purecompose.errors import CheckpointError, MismatchError
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.saving import save
@@ -79,34 +63,25 @@ class RecordedOptions(KeptRun):
                 evaluate=setup.evaluators,
                 stop=setup.stop,
                 microbatches=setup.microbatches,
-                decode=data.vocabulary.decode if isinstance(data, TextData) else None,
                 strict=not self.not_strict,
             )
             yield run, setup
 
 
-def replay(
-    recorded: RecordedOptions,
-    *,
-    at: Time,
-    out: Folder | None = None,
-    dtype: Literal["float32", "float64"] | None = None,
-) -> None:
+def replay(recorded: RecordedOptions, *, at: Time, out: Folder | None = None) -> None:
     """Compute the state of a run at any batch, from its checkpoints.
 
     Args:
         recorded: The run.
         at: Point of the run: 1234ba, 3ep, 0.5dur.
         out: Save the state there, as a checkpoint.
-        dtype: Replay in this precision, and show how much the state differs.
 
     Examples:
         python -m purecompose train --out runs/a --keep log
         python -m purecompose replay runs/a --at 1234ba --out state
-        python -m purecompose replay runs/a --at 0.5dur --dtype float64
     """
     with recorded.opened() as (run, _):
-        found = analysis.replay(run, at, dtype=dtype and getattr(torch, dtype))
+        found = analysis.replay(run, at)
         say(found)
         loss = found.state.loss
         say(f"loss {'none' if loss is None else loss.tolist()}")
@@ -115,55 +90,27 @@ def replay(
                 say(f"saved in {save(found.state, out, step=run.step)}")
 
 
-def explain(recorded: RecordedOptions, *, at: Time, report: File | None = None) -> None:
-    """Show what a run did at a batch: methods, losses of examples, gradients of layers.
-
-    Args:
-        recorded: The run.
-        at: Point of the run: 1234ba, 3ep, 0.5dur.
-        report: Also write the report as a page, *.html.
-
-    Examples:
-        python -m purecompose explain runs/a --at 1234ba --report batch.html
-    """
-    if report is not None:
-        check_target("--report", report)
-    with recorded.opened() as (run, _):
-        found = analysis.explain(run, at)
-        say(found)
-        if report is not None:
-            say(f"\nthe report is in {found.write(report)}")
-
-
 def bisect(
-    recorded: RecordedOptions,
-    *,
-    until: Annotated[str, Shown("PREDICATE")],
-    stays: bool = False,
-    passes: bool = False,
-    report: File | None = None,
+    recorded: RecordedOptions, *, until: Annotated[str, Shown("PREDICATE")], stays: bool = False, passes: bool = False
 ) -> None:
-    """Find the first batch of a run at which something is true, and explain it.
+    """Find the first batch of a run at which something is true, and the unusual examples in it.
 
     Args:
         recorded: The run.
-        until: Predicate: loss_above(5.0), not_finite, weight_norm_above(100.0), accuracy_below(0.5), dead_unit('0'),
-            or my_module:my_predicate, a function of a state.
+        until: Predicate: loss_above(5.0), not_finite, weight_norm_above(100.0), or my_module:my_predicate, a function
+            of a state.
         stays: Once true, it stays true: search by halving.
         passes: It may become false again: search from the start.
-        report: Also write the report as a page, *.html.
 
     Examples:
         python -m purecompose bisect runs/a --until not_finite --stays
-        python -m purecompose bisect runs/a --until "loss_above(5.0)" --passes --report batch.html
+        python -m purecompose bisect runs/a --until "loss_above(5.0)" --passes
     """
     if stays == passes:
         raise UsageError("bisect needs one of --stays, if what is true stays true, and --passes, if it may not")
-    if report is not None:
-        check_target("--report", report)
-    with recorded.opened() as (run, setup):
-        with reported_as("--until"):
-            predicate = _predicate(until, setup)
+    with reported_as("--until"):
+        predicate = _predicate(until)
+    with recorded.opened() as (run, _):
         try:
             found = analysis.bisect(run, predicate, stays=stays)
         except RuntimeError as error:
@@ -171,25 +118,15 @@ def bisect(
                 raise
             raise UsageError(one_line(error)) from error
         say(found)
-        if report is not None and found.explanation is not None:
-            say(f"\nthe report is in {found.explanation.write(report)}")
 
 
-def _predicate(text: str, setup: Setup) -> Any:
-    """Return the predicate that a text names; those on examples are measured on the first batch of the test data."""
+def _predicate(text: str) -> Any:
+    """Return the predicate that a text names."""
     call = specs.parse_one(text)
     if is_own(call.name) and not call.args and not call.kwargs:
         return imported(call.name)
-
-    def accuracy_below(share: float) -> Any:
-        return predicates.accuracy_below(share, next(iter(setup.test_data)))
-
-    def dead_unit(module: str) -> Any:
-        inputs, _ = next(iter(setup.test_data))
-        return predicates.dead_unit(module, inputs)
-
-    others = (predicates.loss_above, predicates.not_finite, predicates.weight_norm_above)
-    return specs.build(call, {one.__name__: one for one in (accuracy_below, dead_unit, *others)}, "predicate")
+    known = (predicates.loss_above, predicates.not_finite, predicates.weight_norm_above)
+    return specs.build(call, {one.__name__: one for one in known}, "predicate")
 
 
 def compare(
@@ -259,27 +196,17 @@ def _prepared(given: Given) -> Iterator[_Parts]:
         yield _Parts(settings, data, prepare(dataclasses.replace(settings, seeds=1), data))
 
 
-def ablate(
-    given: Given,
-    *,
-    out: Folder | None = None,
-    all_subsets: bool = False,
-    metric: str | None = None,
-    resolution: Real | None = None,
-) -> None:
+def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None) -> None:
     """Train with and without each method, and show the effect of each.
 
     Args:
         given: The settings of the runs. --seeds is the number of seeds (default: 8); settings of evaluation, stopping
             and checkpoints have no effect, since the metric is measured at the end of each run.
-        out: Write the runs, the table and a picture there, or resume them.
-        all_subsets: Train all subsets of the methods (default: all, all but one, none).
+        out: Write the runs and the table there, or resume them.
         metric: Metric to compare (default: eval/accuracy; eval/loss for text).
-        resolution: Smallest difference that matters (default: none).
 
     Examples:
         python -m purecompose ablate --algorithms "mixup,sam" --duration 10ep --seeds 8 --out runs/ablation
-        python -m purecompose ablate --algorithms "mixup,label_smoothing" --all-subsets --resolution 0.002
     """
     with _prepared(given) as parts:
         num_seeds = parts.settings.seeds if given.names("seeds") else _SEEDS
@@ -292,14 +219,10 @@ def ablate(
             evaluate=parts.evaluator,
             metric=metric or f"{parts.setup.watched}/{parts.setup.kind.decides}",
             seeds=range(first, first + num_seeds),
-            design="all" if all_subsets else "leave_one_out",
-            resolution=resolution,
             folder=out,
             report=lambda line: say(line, flush=True),
         )
         say(f"\n{found}")
-        if out is not None and num_seeds >= analysis.FEWEST_SEEDS and all(one.interval for one in found.effects):
-            say(f"\nthe picture is in {analysis.draw_ablation(found, Path(out) / 'ablation.png')}")
 
 
 def sweep(
@@ -345,7 +268,6 @@ def lr_range(
     low: Annotated[float, Shown("RATE")] = 1e-5,
     high: Annotated[float, Shown("RATE")] = 1.0,
     batches: Number = 100,
-    out: File | None = None,
 ) -> None:
     """Train with a growing learning rate, and suggest one.
 
@@ -354,48 +276,14 @@ def lr_range(
         low: First learning rate.
         high: Last learning rate.
         batches: Number of batches.
-        out: Draw the losses: *.png, *.svg or *.pdf.
 
     Examples:
-        python -m purecompose lr-range --optimizer adam --batches 200 --out range.png
+        python -m purecompose lr-range --optimizer adam --batches 200
     """
-    if out is not None:
-        check_target("--out", out)
     with _prepared(given) as parts:
         step, state, data = parts.setup.step, parts.setup.state, parts.setup.train_data
         found = analysis.learning_rate_range(step, state, data, low=low, high=high, num_batches=batches)
         say(found)
-        if out is not None:
-            say(f"the picture is in {analysis.draw_learning_rate_range(found, out)}")
-
-
-def sensitivity(
-    recorded: RecordedOptions,
-    *,
-    window: Annotated[str, Shown("FROM,TO")],
-    to: List,
-    mode: Literal["auto", "forward", "reverse"] = "auto",
-) -> None:
-    """Show how the loss after a part of a run depends on its settings.
-
-    Args:
-        recorded: The run.
-        window: Part of the run: 100ba,150ba or 0.5dur,0.6dur.
-        to: Settings: lr, optimizer.momentum, label_smoothing.smoothing, ...
-        mode: Differentiation mode.
-
-    Examples:
-        python -m purecompose sensitivity runs/a --window 100ba,150ba --to lr,mixup.alpha
-    """
-    start, comma, stop = window.partition(",")
-    if not comma:
-        raise UsageError(f"--window: {window}: expected two points of the run, such as 100ba,150ba")
-    names = [name.strip() for name in to.split(",")]
-    with recorded.opened() as (run, setup):
-        part = analysis.window_of(run, start, stop)
-        with reported_as("--to"):
-            step, state = _with_names(setup.plain_step, part.state, names)
-        say(analysis.sensitivity(part._replace(step=step, state=state), _decisive(setup), names, mode=mode))
 
 
 def _with_names(step: Step, state: State, names: Iterable[str]) -> tuple[Step, State]:

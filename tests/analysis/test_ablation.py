@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, on
-from purecompose.analysis import ablate, draw_ablation
+from purecompose.analysis import ablate
 from purecompose.analysis.cells import Trainer
 from purecompose.analysis.effects import Ablation
 from tests.analysis.problems import evaluator, make_step, new_state, train_data
@@ -137,14 +137,6 @@ def test_times_are_measured_in_rounds_for_each_cell() -> None:
     assert "step time" in str(found)
 
 
-def test_all_subsets_average_over_pairs() -> None:
-    found = run(METHODS[:2], design="all")
-    values = values_of(found)
-    pairs = zip(values["all"], values["label_smoothing"], values["mixup"], values["none"], strict=True)
-    expected = [(a - b + c - d) / 2 for a, b, c, d in pairs]
-    torch.testing.assert_close(list(found.effects[0].differences), expected)
-
-
 def test_an_interrupted_ablation_continues(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"methods": METHODS[:1], "folder": tmp_path / "runs"}
     trained: list[tuple[str, list[int]]] = []
@@ -180,11 +172,3 @@ def test_another_ablation_in_the_folder_is_refused(tmp_path: pathlib.Path) -> No
     with pytest.raises(FileExistsError, match="is not empty and has no ablation.json"):
         run(METHODS[:1], seeds=2, folder=tmp_path / "other")
     assert json.loads((tmp_path / "first" / "ablation.json").read_text())["cells"].keys() == {"all", "none"}
-
-
-def test_a_picture_is_drawn_with_and_without_times(tmp_path: pathlib.Path) -> None:
-    for rounds in (0, 4):
-        found = run(METHODS, time_rounds=rounds)
-        assert draw_ablation(found, tmp_path / f"{rounds}.svg").read_text().count("mixup") or rounds
-    with pytest.raises(ValueError, match="2 seeds are too few"):
-        draw_ablation(run(METHODS[:1], seeds=2), tmp_path / "few.png")

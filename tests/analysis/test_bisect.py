@@ -44,10 +44,12 @@ def found_in(folder: Path, kind: str, num_batches: int, seed: int) -> None:
     found = bisect(run, predicate, stays=True)
     assert found.batch == batch
     assert found.replays <= math.ceil(math.log2(len(run.checkpoints))) + 1
-    assert found.explanation is not None and found.explanation.batch == batch
-    worst = found.explanation.examples[0]
-    assert worst.dataset_index == place and f"number {place} of the data" in str(found)
-    assert ("targets are not finite" in worst.notes) == (kind == "label")
+    (words,) = found.unusual
+    assert f"(number {place} of the data): " in words and words in str(found)
+    assert ("targets are not finite" in words) == (kind == "label")
+    index = form.data.order(form.state.key, 0).tolist().index(place) % SIZE
+    assert words.startswith(f"example {index} ")
+    assert torch.equal(found.data[0][index], form.data.inputs[place]) and found.before.timestamp.batch == batch - 1
     assert digests(folder) == before
 
 
@@ -78,9 +80,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 def test_what_passes_is_found_by_a_scan(run: RecordedRun) -> None:
     found = bisect(run, lambda state: state.timestamp.batch in (21, 22), stays=False)
     assert (found.batch, found.num_batches) == (21, 21)
-    assert found.explanation is not None
-    worst = found.explanation.examples[0]
-    assert (worst.index, worst.dataset_index) == (1, 81) and "times the typical" in worst.notes[0]
+    (words,) = found.unusual
+    assert words.startswith("example 1 (number 81 of the data): inputs reach ") and "times the typical" in words
+    after = run.step(found.before, found.data)
+    assert pc.tree.diff(after, pc.analysis.replay(run, 21).state) == []
+
+
+def test_examples_along_another_dimension_are_named(tmp_path: Path) -> None:
+    class Last(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 2)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.linear(inputs[-1])
+
+    inputs, targets = torch.randn(5, 5, 3), torch.arange(5) % 2
+    inputs[-1, 4] = math.nan
+    form = Form(compose(loop_events), make_state(Last(), batch_dim=1, duration="1ep"), [(inputs, targets)])
+    pc.fit(*form, checkpoints=pc.Checkpoints(tmp_path, keep="log", background=False))
+    found = bisect(RecordedRun(tmp_path, *form), predicates.not_finite(), stays=True)
+    assert found.unusual == ("example 4: inputs are not finite",)
 
 
 def test_a_predicate_that_does_not_stay_is_noticed(run: RecordedRun) -> None:

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 import purecompose as pc
 from purecompose import compose, loop_events
-from purecompose.analysis.predicates import accuracy_below, dead_unit, loss_above, not_finite, weight_norm_above
+from purecompose.analysis.predicates import loss_above, not_finite, weight_norm_above
 from tests.helpers import make_batch, make_state
 
 
@@ -42,23 +41,3 @@ def test_weight_norm_above() -> None:
     assert weight_norm_above(5.9)(many) and not weight_norm_above(6.1)(many)
     with pytest.raises(ValueError, match="no parameter has a name like '9.*'"):
         weight_norm_above(1.0, "9.*")(state)
-
-
-def test_dead_unit() -> None:
-    state = make_state(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)))
-    inputs, bias = make_batch()[0], torch.full((5,), 9.0)
-    assert not dead_unit("1", inputs)(state.replace(params={**state.params, "0.bias": bias}))
-    bias = torch.tensor([9.0, 9.0, -99.0, 9.0, 9.0])
-    assert dead_unit("1", inputs)(state.replace(params={**state.params, "0.bias": bias}))
-    with pytest.raises(ValueError, match="the network has no module 'relu'; there are 0, 1, 2"):
-        dead_unit("relu", inputs)(state)
-
-
-def test_accuracy_below() -> None:
-    state = make_state()
-    inputs, _ = batch = make_batch()
-    share = pc.evaluate(state, [batch], {"accuracy": pc.metrics.accuracy})["accuracy"]
-    assert accuracy_below(share + 0.01, batch)(state) and not accuracy_below(share, batch)(state)
-    assert not accuracy_below(1.0, (inputs, state.forward(inputs).argmax(1)))(state)
-    with pytest.raises(ValueError, match="accuracy_below: share"):
-        accuracy_below(2.0, batch)

@@ -1,13 +1,12 @@
 """The range test finds the rates between which training works, and leaves the state as it was."""
 
-import pathlib
 from typing import Any
 
 import pytest
 import torch
 
 from purecompose import hparam, optim, schedule
-from purecompose.analysis import draw_learning_rate_range, learning_rate_range
+from purecompose.analysis import learning_rate_range
 from purecompose.analysis.sweeping import with_named_rate
 from tests.analysis.problems import BATCHES_PER_EPOCH, make_step, new_state, train_data
 
@@ -47,13 +46,6 @@ def test_a_named_rate_keeps_the_schedule_on_request() -> None:
 def test_a_rate_that_is_too_high_from_the_start_is_an_error() -> None:
     with pytest.raises(ValueError, match="begin with a lower rate than low=1.00e\\+06"):
         learning_rate_range(make_step([]), new_state(0), train_data(), low=1e6, high=1e7)
-
-
-def test_a_picture_is_drawn(tmp_path: pathlib.Path) -> None:
-    found = learning_rate_range(make_step([]), new_state(0), train_data(), num_batches=20)
-    assert draw_learning_rate_range(found, tmp_path / "range.png").stat().st_size > 5000
-    with pytest.raises(ValueError, match="ends in .png, .svg, .pdf"):
-        draw_learning_rate_range(found, tmp_path / "range.gif")
 
 
 def test_a_rate_with_a_scalar_of_another_name_is_replaced_too() -> None:

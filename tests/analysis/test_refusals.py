@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purecompose as pc
 from purecompose import algorithms as alg, compose, loop_events
-from tests.analysis.forms import FORMS, Form, recorded
+from tests.analysis.forms import Form, recorded
 from tests.analysis.problems import evaluator, make_step, new_state, train_data
-from tests.helpers import make_batch, make_batches, make_state
+from tests.helpers import make_batches, make_state
 
 
 RATES = [0.001, 0.01]
@@ -34,12 +34,6 @@ def refused_sweep(values: Any, **options: Any) -> object:
     return analysis.sweep(make_step([]), new_state(0), train_data(), values, **{"evaluate": evaluator(), **options})
 
 
-def refused_sensitivity(*window: Any, **options: Any) -> object:
-    state = make_step([]).init(new_state(0, optimizer=pc.optim.sgd(pc.hparam("lr", 0.1))))
-    given = window or (make_step([]), state, list(train_data())[:1])
-    return analysis.sensitivity(analysis.Window(*given), **{"of": evaluator(), **options})
-
-
 def refused_range(**options: Any) -> object:
     return analysis.learning_rate_range(make_step([]), new_state(0), train_data(), **options)
 
@@ -56,7 +50,6 @@ def own_generator() -> DataLoader[Any]:
             lambda run: analysis.replay(run.path, 3),
             r"replay: expected a RecordedRun\(path, step, state, data\), got PosixPath",
         ),
-        (lambda run: analysis.replay(run, 3, dtype=torch.int64), "dtype: expected a floating dtype"),
         (lambda run: analysis.RecordedRun(run.path, run.state, run.step, run.data), "expected a Step and a State"),
         (
             lambda run: analysis.RecordedRun(Path(run.path) / "no", run.step, run.state, run.data),
@@ -66,8 +59,6 @@ def own_generator() -> DataLoader[Any]:
             lambda run: analysis.replay(analysis.RecordedRun(run.path, run.step, run.state, iter(run.data)), 3),
             "an iterator cannot be",
         ),
-        (lambda run: analysis.explain("runs/a", 3), "explain: expected a RecordedRun"),
-        (lambda run: analysis.explain_batch(*FORMS["population"]()[:2], make_batch()), "expected a single state"),
         (
             lambda run: analysis.bisect("runs/a", analysis.predicates.not_finite(), stays=True),
             "bisect: expected a RecordedRun",
@@ -96,13 +87,6 @@ def own_generator() -> DataLoader[Any]:
         (lambda run: refused_range(low=0), "low: expected a finite number > 0"),
         (lambda run: refused_range(low=1, high=0.1), "high: expected a finite number > 1"),
         (lambda run: refused_range(num_batches=3), "num_batches: expected an int >= 10"),
-        (lambda run: refused_sensitivity(to=["decay"]), r"the state has the hparams \['lr'\]"),
-        (lambda run: refused_sensitivity(to="lr"), r"expected a list of names, \['lr'\]"),
-        (lambda run: refused_sensitivity(make_step([]), new_state(0), []), "expected a list of at least one batch"),
-        (lambda run: refused_sensitivity(of="eval/loss"), "of: expected a function of a state, or an Evaluator"),
-        (lambda run: refused_sensitivity(of=lambda state: 1.0), r"expected a finite 0-d tensor .* got 1.0 \(float\)"),
-        (lambda run: refused_sensitivity(mode="both"), "mode='both'"),
-        (lambda run: refused_sensitivity("step", None, []), r"expected Window\(step, state, batches\)"),
     ],
 )
 def test_wrong_arguments_are_refused(run: Any, call: Callable[[Any], object], words: str) -> None:

@@ -1,4 +1,4 @@
-"""`replay`, `explain`, `bisect` and `compare` from the shell."""
+"""`replay`, `bisect` and `compare` from the shell."""
 
 import pathlib
 import warnings
@@ -51,21 +51,12 @@ def test_replay(run: Run, tmp_path: pathlib.Path) -> None:
         saved = pc.load(tmp_path / "state", loaded.state)
     assert saved.timestamp.batch == 22 and pc.tree.diff(saved, loaded.state) == []
     assert "saved in" in out
-    status, out, _ = run("replay", "a", "--at", "7ba", "--dtype", "float64")
-    assert status == 0 and "not the bits of the run; largest relative difference: " in out
 
 
 def test_a_run_in_remote_storage_is_read_as_well(run: Run, trained: pathlib.Path) -> None:
     pytest.importorskip("fsspec")
     at = ("--at", "7ba")
     assert run("replay", (trained / "a").as_uri(), *at)[:2] == run("replay", "a", *at)[:2]
-
-
-def test_explain(run: Run, tmp_path: pathlib.Path) -> None:
-    page = tmp_path / "page.html"
-    status, out, err = run("explain", "a", "--at", "0.5dur", "--report", str(page))
-    assert (status, err) == (0, "") and "batch 11 (epoch 0)" in out and "label_smoothing" in out
-    assert "data:image/png" in page.read_text() and f"the report is in {page}" in out
 
 
 def test_bisect(run: Run, tmp_path: pathlib.Path) -> None:
@@ -76,8 +67,8 @@ def test_bisect(run: Run, tmp_path: pathlib.Path) -> None:
         patch.syspath_prepend(tmp_path)
         status, out, err = run("bisect", "a", "--until", "own_predicates:late", "--stays")
     assert (status, err) == (0, "") and out.startswith("late holds from batch 13 on, found with ")
-    status, out, err = run("bisect", "a", "--until", "accuracy_below(1.0)", "--passes")
-    assert status == 2 and "accuracy_below(1.0, ...) holds in" in err
+    status, out, err = run("bisect", "a", "--until", "loss_above(0.0)", "--passes")
+    assert (status, err) == (0, "") and out.startswith("loss_above(0.0) holds from batch 1 on, found with 1 replays")
 
 
 def test_compare(run: Run) -> None:
@@ -103,7 +94,6 @@ def test_compare_names_versions_that_prevent_a_replay(run: Run, monkeypatch: pyt
         (("replay", "a", "--at", "99ba"), "is recorded up to batch 22, its last checkpoint, not to 99ba"),
         (("replay", "a", "--at", "soon"), "cannot read the time 'soon'"),
         (("replay", "nothing", "--at", "1ba"), "nothing"),
-        (("explain", "a", "--at", "0"), "no batch led there"),
         (("bisect", "a", "--until", "not_finite"), "bisect needs one of --stays, if what is true stays true"),
         (("bisect", "a", "--until", "weight_norm_above(1.0, 'x')", "--stays"), "no parameter has a name like 'x'"),
         (("bisect", "a", "--until", "not_finit", "--stays"), "did you mean 'not_finite'"),
