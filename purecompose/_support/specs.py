@@ -20,12 +20,12 @@ from typing import Any
 OWN_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A name with a module in front."""
 
-# A string, which is skipped; a name with a module; or a number with a unit. Names with a module and numbers with a
-# unit are not valid Python; `1e5` and `2j`, which are, do not match.
-_STRING_OR_TIME = re.compile(
-    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|"""
-    rf"(?<![\w.])(?P<own>{OWN_NAME.pattern})|"
-    r"(?<![\w.])(?P<time>(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:ep|ba|sp|tok|dur|sec)"
+# A string, which stays as it is; a name with a module; or a number with a unit. The latter two are not valid Python and
+# are quoted; `1e5` and `2j`, which are, do not match.
+_QUOTED = re.compile(
+    r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|"""
+    rf"(?<![\w.]){OWN_NAME.pattern}|"
+    r"(?<![\w.])(?:(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:ep|ba|sp|tok|dur|sec)"
     r"|(?=\d)(?:\d+h)?(?:\d+m)?(?:\d+s)?)(?![\w.]|\s*=)",
     re.ASCII | re.IGNORECASE,
 )
@@ -55,14 +55,22 @@ def parse(text: str) -> tuple[Call, ...]:
         >>> [str(call) for call in parse("mixup(alpha=0.2), label_smoothing")]
         ['mixup(alpha=0.2)', 'label_smoothing()']
     """
-    # Line breaks, at which Python would stop reading, become spaces; the length stays equal, so columns are correct.
-    line = "".join(" " if character.isspace() else character for character in text)
-    if line.strip().lower() in ("", "none"):
+    line = "".join(" " if character.isspace() else character for character in text).strip()
+    if line.lower() in ("", "none"):
         return ()
-    indent = len(line) - len(line.lstrip())
-    expression = _expression(line, indent)
-    nodes = expression.elts if isinstance(expression, ast.Tuple) else [expression]
-    return tuple(_call(node, line, indent) for node in nodes)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes in strings
+            quoted = _QUOTED.sub(lambda found: found[0] if found["string"] else repr(found[0]), line)
+            expression = ast.parse(quoted, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise SpecError(
+            f"cannot read {line if len(line) <= 80 else line[:77] + '...'!r}: {reason}; expected names separated by "
+            "commas, each with or without arguments in parentheses; text is quoted, and a time is a number and ep, ba, "
+            "sp, tok, dur or sec"
+        ) from error
+    return tuple(map(_call, expression.elts if isinstance(expression, ast.Tuple) else [expression]))
 
 
 def parse_one(text: str) -> Call:
@@ -178,88 +186,26 @@ def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | 
     return f" did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def _expression(line: str, indent: int) -> ast.expr:
-    try:
-        with warnings.catch_warnings():
-            # Ignore Python's warnings about odd escapes in strings.
-            warnings.simplefilter("ignore")
-            expression = ast.parse(_without_times(line).strip(), mode="eval").body
-            return _Times(_Where(line, indent)).visit(expression)
-    except SyntaxError as error:
-        column = indent + (error.offset or 1)
-        hint = _HINTS.get(error.msg, "")
-        raise SpecError(f"cannot read {_cut(line)} at column {column}: {error.msg}{hint}") from error
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise SpecError(f"cannot read {_cut(line)}: {error}") from error
-
-
-_HINTS = {
-    "invalid decimal literal": "; a time is a number and ep, ba, sp, tok, dur or sec, other text wants quotes",
-    "invalid syntax": "; expected names separated by commas, each with or without arguments in parentheses",
-}
-
-
-def _without_times(line: str) -> str:
-    """Replace names with a module and times without quotes by names of equal length, so that columns are kept."""
-    return _STRING_OR_TIME.sub(lambda found: "_" * len(found[0]) if found["time"] or found["own"] else found[0], line)
-
-
-class _Times(ast.NodeTransformer):
-    """A transformer that replaces the placeholders of times by strings."""
-
-    def __init__(self, where: "_Where") -> None:
-        self._where = where
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return the time as a string constant if the placeholder stands for one."""
-        found = _STRING_OR_TIME.fullmatch(self._where.text(node))
-        return ast.copy_location(ast.Constant(found[0]), node) if found and found["time"] else node
-
-
-def _cut(line: str) -> str:
-    return repr(line if len(line) <= 80 else line[:77] + "...")
-
-
-def _call(node: ast.expr, line: str, indent: int) -> Call:
-    where = _Where(line, indent)
-    if isinstance(node, ast.Name):
-        return Call(where.text(node))
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise SpecError(
-            f"expected a name, with or without arguments in parentheses, got {where.text(node)} "
-            f"at column {where.column(node)} of {_cut(line)}"
-        )
-    name = where.text(node.func)
+def _call(node: ast.expr) -> Call:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    name = call.func.id if isinstance(call.func, ast.Name) else str(getattr(call.func, "value", ""))
+    if not isinstance(call.func, ast.Name) and not OWN_NAME.fullmatch(name):
+        raise SpecError(f"expected a name, with or without arguments in parentheses, got {ast.unparse(node)}")
     kwargs = {}
-    for keyword in node.keywords:
+    for keyword in call.keywords:
         if keyword.arg is None:
-            raise SpecError(f"{name}: write the arguments out, not as **{where.text(keyword.value)}")
+            raise SpecError(f"{name}: write the arguments out, not as **{ast.unparse(keyword.value)}")
         if keyword.arg in kwargs:
             raise SpecError(f"{name}: {keyword.arg} is given twice")
-        kwargs[keyword.arg] = _literal(keyword.value, f"{name}: {keyword.arg}=", where)
-    return Call(name, tuple(_literal(argument, f"{name}: ", where) for argument in node.args), kwargs)
+        kwargs[keyword.arg] = _literal(keyword.value, f"{name}: {keyword.arg}=")
+    return Call(name, tuple(_literal(argument, f"{name}: ") for argument in call.args), kwargs)
 
 
-def _literal(node: ast.expr, role: str, where: "_Where") -> Any:
+def _literal(node: ast.expr, role: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise SpecError(
-            f"{role}{where.text(node)} at column {where.column(node)} is not a literal: expected a number, "
-            "a string in quotes, a time such as 5ep, True, False, None, or a tuple, list or dict of these"
+            f"{role}{ast.unparse(node)} is not a literal: expected a number, a string in quotes, a time such as 5ep, "
+            "True, False, None, or a tuple, list or dict of these"
         ) from error
-
-
-@dataclass(frozen=True)
-class _Where:
-    """A locator of nodes in the line that the user typed."""
-
-    line: str
-    indent: int
-
-    def text(self, node: ast.expr) -> str:
-        return ast.get_source_segment(self.line.strip(), node) or ast.dump(node)
-
-    def column(self, node: ast.expr) -> int:
-        """Return the column, from 1, in characters; the parser counts bytes."""
-        return self.indent + len(self.line.strip().encode()[: node.col_offset].decode()) + 1

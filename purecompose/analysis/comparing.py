@@ -25,7 +25,7 @@ from purecompose.analysis.replaying import (
 from purecompose.data.facts import differences as data_differences
 from purecompose.records import read_run
 from purecompose.records.layout import CONFIG
-from purecompose.run.saving.comparison import code_differences, differences
+from purecompose.run.saving.comparison import differences
 from purecompose.run.saving.files import SavedTensors
 from purecompose.run.saving.folder import Found
 from purecompose.run.saving.leaves import is_extra, leaves_of
@@ -207,10 +207,8 @@ def _settings(path_a: Path, path_b: Path, a: Found, b: Found) -> Iterator[str]:
         yield from _of_mappings(_flat(read_run(path_a).config), _flat(read_run(path_b).config))
     lines = differences(a.index.description, b.index.description)
     lines += data_differences(*(one.index.memory.get("data", {}) for one in (a, b)))
-    lines += code_differences(*(one.index.memory.get("code", {}) for one in (a, b)))
     for line in lines:  # they are written for a checkpoint and a state that it is loaded into
-        line = re.sub(r"\bin the checkpoint\b|\bby the run\b", "in a", line)
-        yield re.sub(r"(?<!changed )\bhere\b", "in b", line).replace("changed since the run", "not the same in a and b")
+        yield re.sub(r"\bhere\b", "in b", re.sub(r"\bin the checkpoint\b", "in a", line))
     yield from _of_mappings(a.index.environment, b.index.environment)
     lengths = ("duration", "batches_per_epoch")
     yield from _of_mappings(*({name: one.index.time[name] for name in lengths} for one in (a, b)))

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader
 
 from purecompose import tree
 from purecompose._support.checks import shown
-from purecompose._support.messages import warn
+from purecompose._support.messages import is_remote, warn
 from purecompose._support.shards import whole
-from purecompose._support.urls import is_remote
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.facts import describe_data, differences as data_differences
@@ -31,14 +30,7 @@ from purecompose.run.outer import Run
 from purecompose.run.rules import Adjuster, Stopper, with_modes
 from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
-from purecompose.run.saving.comparison import (
-    code_differences,
-    describe,
-    describe_code,
-    differences,
-    environment,
-    listed,
-)
+from purecompose.run.saving.comparison import describe, differences, environment, listed
 from purecompose.run.saving.files import time_from_plain
 from purecompose.run.saving.folder import CHECKPOINTS, Found, all_in
 from purecompose.run.saving.leaves import POSITION
@@ -76,7 +68,7 @@ class RecordedRun:
         evaluate, stop, adjust, microbatches: As they were given to `fit`. Evaluations are repeated only if a rule for
             stopping or an adjuster reads them.
         extra: The objects that were given to `Checkpoints(extra=...)`; a replay restores them in place.
-        strict: True to raise if the code, the data, the versions or the device are not those of the run. Otherwise
+        strict: True to raise if the settings, the data, the versions or the device are not those of the run. Otherwise
             there is a warning, and bits may differ.
 
     Raises:
@@ -168,8 +160,8 @@ class RecordedRun:
         """Return the state of a checkpoint.
 
         Raises:
-            MismatchError: The data or code differ from those of the checkpoint, and `strict` is true; or the state has
-                another structure.
+            MismatchError: The data or settings differ from those of the checkpoint, and `strict` is true; or the state
+                has another structure.
             ValueError: The data cannot be read again.
             DamagedError: Its files are not complete.
         """
@@ -185,7 +177,7 @@ class RecordedRun:
         return Loaded(state, path, memory, index.metrics, position)
 
     def _check(self, found: Found) -> None:
-        """Raise if the data or the code are not those of a checkpoint; warn if not `strict`."""
+        """Raise if the data or the settings are not those of a checkpoint; warn if not `strict`."""
         index = found.index
         has_position = POSITION in index.memory or index.batch == 0
         if (reason := own_order(self.data, has_position=has_position)) is not None:
@@ -194,7 +186,6 @@ class RecordedRun:
         length, here = index.time["batches_per_epoch"], self.start.timestamp.run.batches_per_epoch
         if length != here and None not in (length, here):
             lines.append(f"batches_per_epoch: {length} in the run, {here} here")
-        lines += code_differences(index.memory.get("code", {}), describe_code(self.start, self.step, self.data))
         if self.strict:
             lines += differences(index.description, describe(self.start, self.step))
             now = environment(self.start, self.step)
@@ -353,7 +344,7 @@ def replay(run: RecordedRun, at: TimeLike | int, *, observers: Observer | Iterab
 
     Raises:
         ValueError: `at` is before the first checkpoint or after the last one.
-        MismatchError: The data or code differ, see `RecordedRun`; or a loss is not the recorded one.
+        MismatchError: The data or settings differ, see `RecordedRun`; or a loss is not the recorded one.
         TypeError: `run` is not a `RecordedRun`.
 
     Example::

@@ -100,9 +100,9 @@ def _run(command: Callable[..., int | None], given: dict[str, Any]) -> int | Non
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
         for name in ("run", "run_a", "run_b"):
             if given.get(name) is not None:
-                given[name] = local_copy(given[name], command.__name__, stack)
+                given[name] = local_copy(given[name], stack)
         if "runs" in given:
-            given["runs"] = [local_copy(run, command.__name__, stack) for run in given["runs"]]
+            given["runs"] = [local_copy(run, stack) for run in given["runs"]]
         return command(**arguments_of(command, given))
 
 

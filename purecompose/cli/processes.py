@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from purecompose._support.urls import is_remote, naming_urls
+from purecompose._support.messages import is_remote, naming_urls
 from purecompose.cli.options import UsageError
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
-from purecompose.run.saving.remote import mirror
+from purecompose.run.saving.remote import Mirror, sent_from
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.sharding.placing import shard
 from purecompose.transforms.sharding.step import fully_sharded
@@ -68,24 +68,19 @@ class Processes:
         """Return a scope with the folder of a run, which is a local copy if `out` is a URL.
 
         Raises:
-            UsageError: The storage cannot be read; or processes on several hosts divide the state, and need a folder
-                that they share.
+            UsageError: The storage cannot be read; or processes divide the state, and need a folder that they share.
         """
         if out is None or not is_remote(out):
             yield None if out is None else Path(out)
             return
-        if is_divided and os.environ.get("LOCAL_WORLD_SIZE", str(self.size)) != str(self.size):
-            raise UsageError(f"--out {out}: with --shard on several hosts, give a folder that the hosts share")
-        # Processes of a host have the same parent, and meet at the same port.
-        words = (os.getppid(), os.environ.get("MASTER_PORT"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        name = None if self.size == 1 else "-".join(map(str, words))
-        with contextlib.ExitStack() as stack:
-            try:
-                local = stack.enter_context(mirror(out, name=name, is_writing=self.is_first))
-            except (OSError, ValueError) as error:
-                raise UsageError(f"--out: {error}") from error
-            with naming_urls():
-                yield local
+        if is_divided:
+            raise UsageError(f"--out {out}: with --shard, give a folder that all processes share")
+        try:
+            copy = Mirror(out, sends=self.is_first)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--out: {error}") from error
+        with sent_from(copy) as local, naming_urls():
+            yield local
 
     def device(self, name: str) -> str:
         """Return the device of this process: of several GPUs in a host, each has its own."""

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support.device import AUTOCAST, arithmetic
-from purecompose._support.messages import say
-from purecompose._support.urls import is_remote, with_urls
+from purecompose._support.messages import is_remote, say, with_urls
 from purecompose.cli.data import TEXT, Data, Kind, load_data
 from purecompose.cli.options import File, Number, Run, Shown, Text, UsageError, check_target, one_line, reported_as
 from purecompose.cli.own import allowed_by
@@ -31,7 +30,6 @@ from purecompose.data import Arrays, CharacterVocabulary, TextData
 from purecompose.errors import CheckpointWarning
 from purecompose.losses import metrics
 from purecompose.records import draw_curves, read_run
-from purecompose.records.layout import COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
 from purecompose.run.saving import load, newest
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in, read_index
@@ -40,15 +38,6 @@ from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
 
 
-_STATE = (CONFIG, INDEX)
-_READ = {
-    "evaluate": _STATE,
-    "predict": _STATE,
-    "plan": (CONFIG,),
-    "plot": (CONFIG, COMMAND, VERSIONS, PLAN, HISTORY, RECORDS, RESULT),
-}
-"""Names of the files that a command reads of a run in remote storage, besides the tensors of checkpoints. The other
-commands read what they replay: states and records."""
 _LENGTH = 200
 Which = Annotated[str, Shown("NAME", ("newest", "best"))]
 
@@ -95,7 +84,7 @@ def load_run(
         outputs = run.state.forward(images)
         state = purecompose.fit(run.step, run.state, run.train_data, duration="60ep")
     """
-    with fetched(run, _STATE) as folder:
+    with fetched(run) as folder:
         kept = KeptRun(str(folder), data=None if data is None else str(data), allow_imports=allow_imports)
         settings, found = kept.completed()
         with arithmetic_of(settings):
@@ -104,14 +93,14 @@ def load_run(
     return LoadedRun(trained.state, setup.plain_step, setup.train_data, setup.test_data, place)
 
 
-def local_copy(run: str, command: str, stack: ExitStack) -> str:
-    """Return a run, or if it is given by a URL a local copy of what a command reads of it, while the stack is open.
+def local_copy(run: str, stack: ExitStack) -> str:
+    """Return a run, or if it is given by a URL its local copy, while the stack is open.
 
     Raises:
         UsageError: There is nothing at the URL, or it cannot be read.
     """
     with reported_as("", OSError, ValueError):
-        return str(stack.enter_context(fetched(run, _READ.get(command, (*_STATE, RECORDS))))) if is_remote(run) else run
+        return str(stack.enter_context(fetched(run))) if is_remote(run) else run
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.checks import shown
 from purecompose._support.references import check_hidden
-from purecompose.schedule import Hparam, Schedule
-from purecompose.schedule.scalar import hidden
 
 
 def check_optimizer(optimizer: Any, where: str) -> None:
-    """Raise a `TypeError` if this is not an optimizer, or a step could not find its schedules and hparams."""
+    """Raise a `TypeError` if this is not an optimizer."""
     has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
     if isinstance(optimizer, type) or not has_both:
         raise TypeError(
@@ -33,13 +31,6 @@ def check_optimizer(optimizer: Any, where: str) -> None:
             f"{where}: {optimizer!r}: expected a hashable one, since compiled steps are looked up by it ({error}); "
             "make its class a frozen dataclass (@dataclasses.dataclass(frozen=True)) with tuples in place of lists"
         ) from None
-    for kind in (Schedule, Hparam):
-        for holder, scalar in hidden(optimizer, kind):
-            raise TypeError(
-                f"{where}: {shown(holder)} holds {scalar!r}, which no step would find: schedules and hparams are "
-                "looked for in the fields of dataclasses; make its class a frozen dataclass "
-                "(@dataclasses.dataclass(frozen=True)) with its settings as fields"
-            )
 
 
 def checked_init(optimizer: Any, params: Mapping[str, Tensor], frozen: Collection[str] = ()) -> Any:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from purecompose._support.checks import check_flag, shown
 from purecompose._support.device import processor
-from purecompose._support.urls import is_remote, with_urls
+from purecompose._support.messages import is_remote, with_urls
 from purecompose.core.state import State
 from purecompose.observers import Records, learning_rate, memory, read_records, speed
 from purecompose.records.drawing import draw_curves

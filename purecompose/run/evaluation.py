@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from operator import length_hint
 from typing import Any, TypeAlias
 
 import torch
@@ -24,24 +23,12 @@ from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.ranks import Ranks, Share
 from purecompose.core.separable import check_evaluated, is_due
 from purecompose.core.state import State, check_single
-from purecompose.data.facts import check_batches, length_of
+from purecompose.data.facts import check_batches
 from purecompose.data.loaders import fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.prefetch import prefetch
 from purecompose.losses import couples_examples
-from purecompose.losses.metrics import (
-    Metric,
-    as_metric,
-    calibration_error,
-    counting,
-    dice,
-    iou,
-    mean_loss,
-    of_loss,
-    perplexity,
-    read_by,
-    top_k,
-)
+from purecompose.losses.metrics import Metric, as_metric, counting, mean_loss, of_loss, read_by
 from purecompose.nn.keyed.modules import detect
 from purecompose.time.event import Event
 from purecompose.time.timestamp import Interval, interval_or_function
@@ -166,21 +153,6 @@ class Totals:
 
 _SEEN: weakref.WeakKeyDictionary[Step, dict[str, set[str]]] = weakref.WeakKeyDictionary()
 """The metrics whose first call has been watched, by the step of an evaluation and the label of its evaluator."""
-_ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
-_MANY = 10_000
-"""Number of batches after which an evaluation on data of unknown length warns."""
-
-_FACTORIES = {
-    calibration_error: "pc.metrics.calibration_error()",
-    dice: "pc.metrics.dice(num_classes=10)",
-    iou: "pc.metrics.iou(num_classes=10)",
-    mean_loss: "pc.metrics.mean_loss(pc.losses.cross_entropy)",
-    perplexity: "pc.metrics.perplexity()",
-    top_k: "pc.metrics.top_k(5)",
-}
-"""Functions that return a metric, and how to call them."""
-_PARTS = {"init": ("device",), "update": ("accumulator", "outputs", "targets"), "compute": ("accumulator",)}
-"""Positional arguments of the functions of a metric."""
 
 Observer: TypeAlias = Callable[[Event, State], None]
 """A function that reads states at the outer events and at BATCH_END, and never changes anything."""
@@ -191,9 +163,7 @@ class Evaluator:
     """An evaluation during a run: its data, its metrics and how often it runs.
 
     Args:
-        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`. Data that
-            may have no end, such as a `DataLoader` of an `IterableDataset` without a length, are read until they end,
-            with a warning after 10,000 batches.
+        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`.
         metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
             loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
         every: Interval between evaluations: a number of epochs, batches, samples or tokens, or a fraction of the run.
@@ -208,8 +178,7 @@ class Evaluator:
             own function that returns one number for a batch are averaged over the slices.
 
     Raises:
-        ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1; endless
-            data, such as `itertools.cycle`, without `num_batches`.
+        ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1.
         TypeError: Something that is not a metric.
 
     Example::
@@ -230,11 +199,6 @@ class Evaluator:
         if self.num_batches is not None:
             check_whole(self.num_batches, "Evaluator: num_batches", 1)
         check_batches(self.data, "Evaluator: data")
-        if self.num_batches is None and isinstance(self.data, _ENDLESS) and not length_hint(self.data):
-            raise ValueError(
-                f"Evaluator: data: {type(self.data).__name__} has no end, so an evaluation would have none: give "
-                "num_batches, how many of its batches to take"
-            )
         every = interval_or_function(self.every, "Evaluator: every")
         if not isinstance(self.metrics, Mapping):
             raise TypeError(
@@ -297,14 +261,12 @@ def evaluate(
         The values by name: floats, or for a population lists with one float per member.
 
     Raises:
-        ValueError: There is no batch, or the processes have different ones; or the data is known to be endless, such as
-            `itertools.cycle`, and `num_batches` is not given.
+        ValueError: There is no batch, or the processes have different ones.
         KeyError: A batch has no target at the state's `target_field`.
         TypeError: Something that is not a metric.
 
     Warns:
-        UserWarning: The loss is measured, and algorithms of `step` have changed the training loss at AFTER_LOSS; or
-            data of unknown length have had 10,000 batches.
+        UserWarning: The loss is measured, and algorithms of `step` have changed the training loss at AFTER_LOSS.
 
     Example:
         >>> import torch
@@ -351,11 +313,6 @@ def run_evaluator(
         num_batches = num_folds = 0
         given = itertools.islice(fixed_batches(evaluator.data, state.key), evaluator.num_batches)
         for batch in prefetch(given, state.device):
-            if num_batches == _MANY and evaluator.num_batches is None and length_of(evaluator.data) is None:
-                warn(
-                    f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "
-                    f"({type(evaluator.data).__name__}), and continues: give num_batches if they have no end"
-                )
             for part in map(totals.share, _slices(evaluator, state, batch, totals.num_ranks)):
                 start = current.replace(first_example=part.first_example) if part.first_example else current
                 inner = step.fold(start, part.batch, domain="eval", draw=num_folds)
@@ -412,18 +369,11 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
 
 def _as_metric(name: str, given: Any) -> Metric:
     """Return one of an evaluator's metrics."""
-    for factory, call in _FACTORIES.items():
-        if given is factory:
-            raise TypeError(f"metric {name!r}: {factory.__name__} returns a metric: write {call}")
     metric = as_metric(given)
     check_hidden(given, f"the metric {name!r}")
-    if not isinstance(given, Metric):
-        if not hasattr(given, "metric_state") and not is_callable_with(given, 2):
-            raise TypeError(f"metric {name!r}: {shown(given)} cannot be called as metric(outputs, targets)")
-        return metric
-    for part, arguments in _PARTS.items():
-        if not is_callable_with(getattr(metric, part), len(arguments)):
-            raise TypeError(f"metric {name!r}: {part} cannot be called as {part}({', '.join(arguments)})")
+    is_known = isinstance(given, Metric) or hasattr(given, "metric_state")
+    if not is_known and not is_callable_with(given, 2):
+        raise TypeError(f"metric {name!r}: {shown(given)} cannot be called as metric(outputs, targets)")
     return metric
 
 

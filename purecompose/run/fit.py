@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from purecompose._support.checks import check_keywords, shown
-from purecompose._support.messages import warn
-from purecompose._support.urls import naming_urls
+from purecompose._support.messages import naming_urls, warn
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State

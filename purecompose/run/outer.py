@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.urls import with_urls
+from purecompose._support.messages import with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.facts import describe_data
@@ -25,7 +25,6 @@ from purecompose.run.ending import Interrupts
 from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.run.microbatching import Adaptive
 from purecompose.run.rules import Adjuster, Stopper, is_over, seen
-from purecompose.run.saving.comparison import describe_code
 from purecompose.run.saving.files import time_from_plain, time_to_plain
 from purecompose.run.saving.keeping import Keeper, newest
 from purecompose.time import Time, Timestamp, TimeUnit
@@ -133,7 +132,6 @@ class Run:
         self._interrupts = Interrupts(None if self.keeper is None else self.step.ranks)
         self._unsaved: State | None = None
         self._described_data = {} if self.keeper is None else describe_data(self.data)
-        self._described_code: dict[str, str] = {}
         measured = {name for one in self.evaluators for name in one.reported}
         self._by_training = {name: _period_of(self.step, name) for name in self._decisive - measured}
         """The decisive metrics that algorithms of the step report, with the periods over which they are measured."""
@@ -162,10 +160,8 @@ class Run:
             self._obey_late()
 
     def _cuts(self, state: State) -> Iterator[State]:
-        if self.keeper is not None:
-            self._described_code = describe_code(state, self.step, self.data)
-            if self.keeper.settings.keep == "log" and not self.memory.get("has_begun", False):
-                self._save(state, has_begun=False)
+        if self.keeper is not None and self.keeper.settings.keep == "log" and not self.memory.get("has_begun", False):
+            self._save(state, has_begun=False)
         state = self._begun(state)
         left = self.memory.get("left")  # a signal has ended an evaluation of this state
         before = state.timestamp if left is None else time_from_plain(left["before"])
@@ -322,7 +318,7 @@ class Run:
             flush = getattr(observer, "flush", None)
             if callable(flush):
                 flush()
-        memory: dict[str, Any] = {"has_begun": has_begun, "data": self._described_data, "code": self._described_code}
+        memory: dict[str, Any] = {"has_begun": has_begun, "data": self._described_data}
         memory |= self._left
         if self._adaptive is not None and self._adaptive.found is not None:
             memory["microbatches"] = self._adaptive.found

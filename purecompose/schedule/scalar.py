@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -366,31 +366,6 @@ def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
     found: dict[T, None] = {}
     _collect(obj, kind, found)
     return tuple(found)
-
-
-def hidden(obj: object, kind: type[T]) -> Iterator[tuple[object, T]]:
-    """Yield instances of `kind` that `collect` does not find: in attributes of objects that are not nodes of a tree.
-
-    Returns:
-        Pairs of the object and the instance in it.
-
-    Example:
-        >>> from purecompose.schedule import Hparam, hparam
-        >>> class Holder:
-        ...     def __init__(self) -> None:
-        ...         self.lr = hparam("lr", 0.1)
-        >>> [scalar for _, scalar in hidden({"holder": Holder()}, Hparam)]
-        [hparam('lr', 0.1)]
-    """
-    if isinstance(obj, kind):
-        return
-    inner = _children(obj)
-    if inner is not None:
-        for one in inner:
-            yield from hidden(one, kind)
-    elif not isinstance(obj, type):
-        for one in collect(getattr(obj, "__dict__", {}), kind):
-            yield obj, one
 
 
 def scaled(tree: T, ratio: float, *, scale_warmup: bool = False) -> T:

@@ -99,7 +99,7 @@ def loss_of_other_code(outputs: torch.Tensor, targets: torch.Tensor, reduction: 
         (lambda form: form._replace(data=form.data[:5]), "batches_per_epoch: 6 in the run, 5 here"),
         (lambda form: form._replace(state=_changed_net()), "model: 2: Dropout"),
         (lambda form: form._replace(state=make_state(optimizer=optim.sgd(0.2, momentum=0.9))), "optimizer: "),
-        (lambda form: form._replace(state=make_state(loss=loss_of_other_code)), "loss_of_other_code: called here"),
+        (lambda form: form._replace(state=make_state(loss=loss_of_other_code)), "loss: "),
         (lambda form: form._replace(step=compose(loop_events, [alg.ema("4ba")])), "algorithm ema: "),
         (lambda form: form._replace(step=compose(loop_events, [alg.ema("3ba")], microbatches=2)), "microbatches: 1"),
     ],

@@ -74,13 +74,6 @@ def test_a_plain_class_works_if_its_settings_are_numbers():
     assert_close(end.params, step(make_state(optimizer=optim.sgd(0.1)), batch).params)
 
 
-@pytest.mark.parametrize("lr", SCALARS[1:], ids=str)
-@pytest.mark.parametrize("make", [lambda own: own, Around, lambda own: optim.by_pattern({"*": own}, optim.adam())])
-def test_scalars_that_no_step_would_find_are_refused(make, lr):
-    with pytest.raises(TypeError, match=r"Plain object.* holds .*, which no step would find: .*frozen"):
-        make_state(optimizer=make(Plain(lr)))
-
-
 def without_value(self: Any, grads: Any, opt_state: Any, params: Any) -> Any:
     return params, opt_state
 

@@ -327,7 +327,8 @@ def test_a_runs_folder_does_not_follow_the_working_directory(tmp_path: Path, mon
     assert found.result is not None and len(found.records) == 12 and found.checkpoints[0].batch == 12
 
 
-def test_half_written_files_are_removed_when_the_run_resumes(tmp_path: Path) -> None:
+def test_half_written_files_are_removed_when_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("purecompose.run.saving.folder._LONG", -1.0)
     RunFolder(tmp_path).stop("enough")
     left = tmp_path / ".history.json.99999999-00000000.writing"
     left.write_text("half")

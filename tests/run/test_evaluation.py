@@ -348,28 +348,6 @@ def test_data_without_an_end_are_bounded_by_a_number_of_batches():
     assert history.records[-1]["eval/loss"] == pytest.approx(last["loss"])
 
 
-def test_data_without_an_end_are_refused_where_that_is_known(monkeypatch):
-    for data in (itertools.cycle([make_batch()]), itertools.repeat(make_batch())):
-        with pytest.raises(ValueError, match="has no end.*give num_batches"):
-            pc.Evaluator(data)
-        with pytest.raises(ValueError, match="has no end.*give num_batches"):
-            pc.evaluate(make_state(), data)
-    assert pc.evaluate(make_state(), itertools.repeat(make_batch(), 2)) == pc.evaluate(make_state(), [make_batch()] * 2)
-    monkeypatch.setattr("purecompose.run.evaluation._MANY", 3)
-    with pytest.warns(UserWarning, match="has taken 3 batches from data of unknown length"):
-        pc.evaluate(make_state(), (make_batch() for _ in range(5)))
-    loader = torch.utils.data.DataLoader(Stream(), batch_size=None)  # it has a __len__, which raises
-    with pytest.warns(UserWarning, match="has taken 3 batches from data of unknown length"):
-        pc.evaluate(make_state(), loader)
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Batches whose number is not known."""
-
-    def __iter__(self):
-        return iter([make_batch()] * 5)
-
-
 class Players(torch.nn.Module):
     """A network of two players, without a usual one."""
 

@@ -120,19 +120,9 @@ REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
         for one in ("accuracy", 3, {})
     ],
     (
-        lambda: Evaluator([], {"one": pc.metrics.top_k}),
-        TypeError,
-        "metric 'one': top_k returns a metric: write pc.metr",
-    ),
-    (
         lambda: Evaluator([], {"one": lambda outputs: outputs}),
         TypeError,
         "cannot be called as metric(outputs, targets)",
-    ),
-    (
-        lambda: Evaluator([], {"one": ACCURACY._replace(update=lambda acc: acc)}),
-        TypeError,
-        "update cannot be called as update(accumulator, outputs, targets)",
     ),
     # Rules
     (lambda: EarlyStopping("eval/loss", patience="0ep"), ValueError, "patience='0ep'"),

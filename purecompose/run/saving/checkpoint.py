@@ -13,9 +13,8 @@ from torch import Tensor
 
 from purecompose._support.checks import shown
 from purecompose._support.fingerprint import in_words
-from purecompose._support.messages import warn
+from purecompose._support.messages import is_remote, warn
 from purecompose._support.shards import local, place_of, span_of
-from purecompose._support.urls import is_remote, present
 from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError
@@ -250,7 +249,7 @@ def read(path: Path | str, like: State, **settings: Any) -> State:
 
 def _whole_before(path: Path) -> Path | None:
     """Return the newest complete checkpoint next to a damaged one; not of a later batch, if its index can be read."""
-    found, _ = disk.all_in(present(path.parent))
+    found, _ = disk.all_in(path.parent)
     own = next((one.index.batch for one in found if one.path == path), None)
     for one in found:
         if one.path != path and (own is None or one.index.batch <= own):
@@ -410,14 +409,15 @@ def _looked_for(folder: Path, writers: Writers | None) -> tuple[list[Path], dict
             disk.clear(folder)
         found, damaged = disk.all_in(folder)
         newer = next((error for error in damaged.values() if not isinstance(error, DamagedError)), None)
-        reasons = {str(path): str(error) for path, error in damaged.items()}
-        return [str(one.path) for one in found], reasons, None if newer is None else str(newer)
+        reasons = {path.name: str(error) for path, error in damaged.items()}
+        return [one.path.name for one in found], reasons, None if newer is None else str(newer)
 
     found = in_all(writers, looked, f"{folder} cannot be read")
-    paths, reasons, newer = found if writers is None else json.loads(writers.word_of_first(json.dumps(found)))
+    names, reasons, newer = found if writers is None else json.loads(writers.word_of_first(json.dumps(found)))
     if newer is not None:
         raise CheckpointError(newer)  # not damaged, but this version cannot read it
-    return [Path(path) for path in paths], {Path(path): reason for path, reason in reasons.items()}
+    # By names, since each host has a local copy of its own of a folder in remote storage.
+    return [folder / name for name in names], {folder / name: reason for name, reason in reasons.items()}
 
 
 def _joined(problems: Iterable[object]) -> str:

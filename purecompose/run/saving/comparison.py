@@ -1,16 +1,8 @@
-"""Comparison of a checkpoint with the state, the step and the code that will continue from it.
+"""Comparison of a checkpoint with the state and the step that will continue from it."""
 
-Code is compared by hashes of bytecode, so that comments, line numbers and the place of a file do not matter, and
-functions that were typed into a notebook have one too. The code of torch and of this library is known by version.
-"""
-
-import contextlib
-import hashlib
 import re
 import sys
-import types
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +15,7 @@ from purecompose import tree
 from purecompose._support import __version__
 from purecompose._support.fingerprint import in_words
 from purecompose._support.messages import warn
-from purecompose._support.references import reached, read_by
 from purecompose.core.context import Static, memory_for
-from purecompose.core.operation import walk
-from purecompose.core.program import Stage
 from purecompose.core.state import State, fields_where
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.nn.model import Model
@@ -346,114 +335,3 @@ def _unknown_params(like: State, specs: Mapping[str, Any]) -> frozenset[str]:
 
 _NO_BITS = ("purecompose", "optree", "python")
 """Versions that do not affect bits."""
-
-
-_PYTHON = "(python)"
-"""The version whose bytecode is hashed, and of these hashes; others are not comparable."""
-_NOW = f"{sys.version_info[0]}.{sys.version_info[1]}, 2"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CODE = (type, types.FunctionType, property, staticmethod, classmethod)
-_LIBRARIES = ("torch", "purecompose", "builtins")
-
-
-def describe_code(state: State, step: Any, data: Any = None) -> dict[str, str]:
-    """Return a hash of each function and class of the user, or of another library, that a run calls.
-
-    Args:
-        state: The state, for the network and the loss.
-        step: The step, for methods and stages.
-        data: The data, if a function of the user makes or collates them.
-
-    Returns:
-        Hashes by name, such as `train.Net.forward`: the last part of the module's name, and the qualified name. Of a
-        class it is that of the plain values in its body.
-    """
-    found: dict[str, set[str]] = {}
-    seen: dict[int, Any] = {}
-    rest = deque(_called_by_run(state, step, data))
-    while rest:
-        thing = rest.popleft()
-        if id(thing) in seen:
-            continue
-        seen[id(thing)] = thing  # kept, so that no other object gets its identity
-        # Functions and objects may be of any kind; what cannot be read is left out, as training may work nevertheless.
-        with contextlib.suppress(Exception):
-            if isinstance(thing, (type, types.FunctionType)) and (name := _name_of(thing)) is not None:
-                found.setdefault(name, set()).add(_digest(thing))
-            rest.extend(one for one in _called_by(thing) if isinstance(one, _CODE))
-    hashes = {name: "+".join(sorted(digests)) for name, digests in found.items()}  # several: the lambdas of a module
-    return {_PYTHON: _NOW, **hashes}
-
-
-def code_differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a line for each function or class that differs; none if either side is unknown or of another Python."""
-    if not saved or not now or saved.get(_PYTHON) != now.get(_PYTHON):
-        return []
-    lines = []
-    for name in dict.fromkeys((*saved, *now)):
-        if name not in saved or name not in now:
-            lines.append(
-                f"code: {name}: " + ("called by the run, not here" if name in saved else "called here, not by the run")
-            )
-        elif saved[name] != now[name]:
-            lines.append(f"code: {name}: changed since the run")
-    return lines
-
-
-def _called_by_run(state: State, step: Any, data: Any) -> Iterator[Any]:
-    context, dataset = state.context, getattr(data, "dataset", None)
-    yield from (context.loss, type(context.loss), type(context.optimizer), type(data), type(dataset))
-    yield from (type(module) for module in context.model.module.modules())
-    yield from (node.fn for node in walk(step.program) if isinstance(node, Stage))
-    yield from (call for algorithm in step.algorithms for call in (algorithm.match, algorithm.apply))
-    yield from (getattr(data, name, None) for name in ("fn", "collate_fn"))
-
-
-def _called_by(thing: Any) -> Iterator[Any]:
-    """Yield the functions and classes that a function or object calls, or the members of a class."""
-    if isinstance(thing, type):
-        yield from thing.__mro__ if _is_users(thing) else ()
-        yield from vars(thing).values() if _is_users(thing) else ()
-    elif isinstance(thing, (property, staticmethod, classmethod)):
-        yield thing.fget if isinstance(thing, property) else thing.__func__
-    elif isinstance(thing, types.FunctionType) and "site-packages" in thing.__code__.co_filename:
-        yield getattr(thing, "__wrapped__", None)  # of a decorator; only what is called directly is hashed
-    elif callable(thing):
-        yield from (place.value for place in reached(thing))
-
-
-def _is_users(thing: Any) -> bool:
-    return (getattr(thing, "__module__", None) or "builtins").partition(".")[0] not in _LIBRARIES
-
-
-def _name_of(thing: Any) -> str | None:
-    """Return the name of a function or class outside of torch and this library; `None` for others."""
-    if not _is_users(thing):
-        return None
-    module = thing.__module__
-    if module == "__main__":  # the file that was started; a replay may import it
-        main = sys.modules["__main__"]
-        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None) or ""
-        module = spec.name if spec is not None else file.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
-    return f"{module.rpartition('.')[2]}.{thing.__qualname__}"
-
-
-def _digest(thing: Any) -> str:
-    """Return a hash of a function's code and the plain values that it reads, or of those in the body of a class."""
-    if isinstance(thing, type):
-        parts: Any = sorted((name, one) for name, one in vars(thing).items() if name[:2] != "__" and _is_plain(one))
-    else:
-        read = [(place.where, place.value) for place in read_by(thing) if _is_plain(place.value)]
-        parts = _code(thing.__code__), read
-    return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=6).hexdigest()
-
-
-def _code(code: types.CodeType) -> Any:
-    constants = [_code(one) if isinstance(one, types.CodeType) else one for one in code.co_consts]
-    # The order of a set of strings differs between processes.
-    ordered = [sorted(one, key=repr) if isinstance(one, frozenset) else one for one in constants]
-    return code.co_code, code.co_names, code.co_varnames, ordered
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)

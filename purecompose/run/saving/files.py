@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.files import PLAIN, is_count, is_nested_deeper, is_numbers, misfit, opened
-from purecompose._support.urls import present
+from purecompose._support.messages import present
 from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp
@@ -120,7 +120,7 @@ def _is_spec(text: object) -> bool:
 
 
 _TIME = {**dict.fromkeys(_COUNTERS, is_count), **{"duration": (str, None), "batches_per_epoch": (is_count, None)}}
-_MEMORY = {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "code?": {"*": str}, "*": object}
+_MEMORY = {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "*": object}
 _FORMS: dict[str, Any] = {
     "time": _TIME,
     "description": {

@@ -6,16 +6,13 @@ readers ignore the hidden folder and the next writer removes it.
 
 import contextlib
 import errno
-import hashlib
 import os
-import platform
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +81,7 @@ def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
         new: The folder to write to, as `hidden` names it, which may exist; by default a new one with a unique name.
     """
     _check_replaceable(target)
-    new, old = new or _hidden(target, _WRITING), _hidden(target, _OLD)
+    new, old = new or hidden(target), hidden(target, kind=_OLD)
     with _naming(target):
         try:
             new.mkdir(parents=True, exist_ok=True)
@@ -134,7 +131,7 @@ def _naming(target: Path) -> Iterator[None]:
 def written(target: Path) -> Iterator[Path]:
     """Yield a file to write to, which replaces the target at the end of the scope; after an error it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    new = _hidden(target, _WRITING)
+    new = hidden(target)
     with _naming(target):
         try:
             yield new
@@ -188,6 +185,11 @@ def read_index(path: Path) -> Index:
         raise type(error)(f"{path} cannot be used: {error}") from error.__cause__
 
 
+def is_name(name: str) -> bool:
+    """Return whether a name is that of a run's checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
 def name_at(now: Timestamp) -> str:
     """Return the name of a run's checkpoint at a time, such as `ep0003-ba00000120`."""
     return f"ep{now.epoch:04d}-ba{now.batch:08d}"
@@ -202,7 +204,7 @@ def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
     found: list[Found] = []
     damaged: dict[Path, CheckpointError] = {}
     for path in sorted(folder.iterdir() if folder.is_dir() else ()):
-        if _NAME.fullmatch(path.name) and path.is_dir():
+        if is_name(path.name) and path.is_dir():
             try:
                 found.append(Found(path, read_index(path)))
             except CheckpointError as error:
@@ -213,19 +215,18 @@ def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
 
 
 def clear(folder: Path) -> None:
-    """Remove hidden files of processes that have ended, and restore checkpoints that they were replacing.
+    """Restore checkpoints whose replacement never came, and remove hidden files that have not changed for long.
 
-    Whether a process on another machine runs is not known here: its files count as left after an hour without a change,
-    and checkpoints that it was replacing after a minute, since a run that goes on elsewhere needs them.
+    A process that is replacing a checkpoint in this moment makes it hidden again.
     """
     for path in sorted(folder.glob(".*")):
         left = _HIDDEN.fullmatch(path.name)
-        if left is None or not _is_left(path, left):
+        if left is None:
             continue
         target = path.with_name(left["name"])
         if left["kind"] == _OLD and not os.path.lexists(target):
             path.rename(target)
-        else:
+        elif _is_left(path):
             _delete(path)
 
 
@@ -242,41 +243,28 @@ def remove(path: Path) -> None:
     """
     if not _is_ours_alone(path):
         return
-    hidden = _hidden(path, _WRITING)
-    path.rename(hidden)
-    _delete(hidden)
+    gone = hidden(path)
+    path.rename(gone)
+    _delete(gone)
 
 
 _NAME = re.compile(r"ep\d{4,}-ba\d{8,}")
-_HIDDEN = re.compile(
-    r"\.(?P<name>.+)\.(?P<pid>\d+)-((?P<token>[0-9a-f]{8})-((?P<place>[0-9a-f]{8})-)?)?[0-9a-f]{8}"
-    r"(?P<kind>\.writing|\.old)",
-    re.DOTALL,
-)
-_LONG, _MOMENT = 3600.0, 60.0
-"""Seconds without a change after which a file that a process on another machine has been writing counts as left; and a
-checkpoint that it was replacing, which is hidden only between two renames, and while it is deleted."""
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f-]{8,}(?P<kind>\.writing|\.old)", re.DOTALL)
+_LONG = 600.0
+"""Seconds without a change after which a hidden file counts as left by a process that has ended."""
 
 
-def _is_left(path: Path, mark: re.Match[str]) -> bool:
-    """Return whether the process that has written a hidden file or folder has ended."""
-    if mark["place"] in (None, short_place()):  # `None` is from an older version
-        return not is_alive(int(mark["pid"]), mark["token"])
+def _is_left(path: Path) -> bool:
     try:
         changes = [max(found.st_mtime, found.st_ctime) for found in map(os.lstat, (path, *path.glob("*")))]
-    except FileNotFoundError:  # it is writing
+    except FileNotFoundError:  # it is being written
         return False
-    return time.time() - max(changes) > (_MOMENT if mark["kind"] == _OLD else _LONG)
+    return time.time() - max(changes) > _LONG
 
 
-def hidden(target: Path, process: str, number: int) -> Path:
-    """Return the hidden name next to a target of what a process writes, given by its `owner`."""
-    return target.with_name(f".{target.name}.{process}-{number:08x}{_WRITING}")
-
-
-def _hidden(target: Path, kind: str) -> Path:
-    """Return a unique hidden name next to a target, which contains the process and the purpose."""
-    return target.with_name(f".{target.name}.{owner()}-{secrets.token_hex(4)}{kind}")
+def hidden(target: Path, word: str | None = None, kind: str = _WRITING) -> Path:
+    """Return the hidden path at which `target` is written, or what it replaces is kept, with a word that is unique."""
+    return target.with_name(f".{target.name}.{word or secrets.token_hex(8)}{kind}")
 
 
 def _delete(path: Path) -> None:
@@ -305,77 +293,3 @@ def _is_ours_alone(path: Path) -> bool:
         return not path.is_symlink()  # a link to nothing
     except NotADirectoryError:
         return False
-
-
-# The processes that write
-#
-# The number of a process is not sufficient: in a container a process has the same number each time, and any number is
-# used again at some time. A token is therefore added. On Linux it is computed from the start time of the process, so
-# that other processes can compare it; elsewhere it is random, and only distinguishes this process from earlier ones.
-
-
-def token() -> str:
-    """Return a token, eight hexadecimal digits, that distinguishes this process from earlier ones with its number.
-
-    Example:
-        >>> token() == token()
-        True
-    """
-    return _token(os.getpid())  # cached by number, because a fork is another process
-
-
-def is_alive(pid: int, its_token: str | None) -> bool:
-    """Return whether a process on this machine, or in this container, is still running.
-
-    Args:
-        pid: Number of the process.
-        its_token: Token of the process; `None` if it is not known, as from an older version.
-    """
-    if pid == os.getpid():
-        return its_token == token()
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # a process of another user
-        pass
-    state, born = _from_system(pid)
-    return state not in ("Z", "X") and (None in (born, its_token) or born == its_token)
-
-
-def place() -> str:
-    """Return the scope of process numbers: the machine's name, and on Linux the process namespace.
-
-    Two containers on a machine are therefore two places.
-    """
-    name = platform.node() or "localhost"
-    with contextlib.suppress(OSError):
-        name += f" {os.readlink('/proc/self/ns/pid')}"
-    return name
-
-
-def short_place() -> str:
-    """Return the scope of process numbers as eight hexadecimal digits, for the names of files."""
-    return hashlib.blake2s(place().encode(), digest_size=4).hexdigest()
-
-
-def owner() -> str:
-    """Return the words by which the names of files tell which process writes them: number, token and place."""
-    return f"{os.getpid()}-{token()}-{short_place()}"
-
-
-@cache
-def _token(pid: int) -> str:
-    return _from_system(pid)[1] or secrets.token_hex(4)
-
-
-def _from_system(pid: int) -> tuple[str | None, str | None]:
-    """Return the state of a process (a letter) and a token of its start, or `None` for each if not known."""
-    try:
-        # The name, in brackets, may contain any characters.
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        started = int(words[19])
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except (OSError, ValueError, IndexError):
-        return None, None
-    return words[0].decode(), hashlib.blake2s(b"%s %d" % (boot, started), digest_size=4).hexdigest()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from purecompose._support.checks import check_flag, check_whole
-from purecompose._support.messages import warn
-from purecompose._support.urls import is_remote, with_urls
+from purecompose._support.messages import is_remote, warn, with_urls
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning
 from purecompose.run.rules import mode_of
@@ -21,8 +20,8 @@ from purecompose.run.saving.checkpoint import Resumed, Snapshot, snapshot
 from purecompose.run.saving.files import is_whole, library
 from purecompose.run.saving.folder import Found
 from purecompose.run.saving.leaves import EXTRA, POSITION, check_extra, leaves_of, pack
-from purecompose.run.saving.remote import Mirror
-from purecompose.run.saving.together import Writers, cause_of, in_all, mirror_of, writers_of
+from purecompose.run.saving.remote import Mirror, mirror_of
+from purecompose.run.saving.together import Writers, cause_of, in_all, writers_of
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.timestamp import Interval, has_passed, interval_or_function
 
@@ -178,11 +177,22 @@ class Keeper:
         """Read the folder if it is in remote storage; all processes that share the state must call this.
 
         Raises:
-            ValueError, ImportError, OSError: See `mirror_of`.
+            ValueError: Processes on several hosts write each checkpoint together.
+            ImportError, OSError: See `Mirror`.
         """
-        if is_remote(self.settings.folder):
-            self._mirror = mirror_of(str(self.settings.folder), writers_of(state, step))
-            self.folder: Path = self._mirror.local
+        if not is_remote(self.settings.folder):
+            return
+        url, writers = str(self.settings.folder), writers_of(state, step)
+        if writers is None:
+            self._mirror = Mirror(url)
+        else:
+            self._mirror = mirror_of(url, writers.is_first, writers.word_of_first)
+            if writers.is_joint and not writers.is_good_for_all(self._mirror.is_shared):
+                raise ValueError(
+                    f"checkpoints: {url}: processes on several hosts write each checkpoint together, for which they "
+                    "need a folder that they share"
+                )
+        self.folder: Path = self._mirror.local
 
     def begin(self, state: State, step: Any = None, *, from_here: Resumed | None = None) -> None:
         """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.

@@ -11,33 +11,30 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from purecompose._support.messages import warn
-from purecompose._support.urls import forget, is_remote, know, naming_urls
+from purecompose._support.messages import forget, is_remote, know, naming_urls, warn
 from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError, UploadError
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.files import is_file_name, is_whole
 
 
-T = TypeVar("T")
+try:
+    import fcntl
+except ImportError:  # not available on Windows, where the copies of processes that were killed stay
+    fcntl = None
 
-_WAITS = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between the attempts to read, to send or to remove a file."""
+
 _INTERVAL = 1.0
 """Seconds between two looks at the local copy."""
-_PATIENCE = 600.0
-"""Seconds for which a process waits for another one on its host that reads the folder."""
-_USER, _READ, _WRITER, _SENT = ".user-", ".read", ".writer", ".sent"
-"""Names of files in a local copy: one names the process that makes it; the others mark it as complete; as that of the
-process that sends what has changed; and as one of which everything could be sent, since a writer's copy may otherwise
-hold the only files of a run."""
-
-
-# The storage
+_TRIES = 5
+"""Number of attempts to send what is left when a run ends."""
+_LOCK, _UNSENT = ".copy", ".unsent"
+"""Names of files in a local copy: one is locked by the processes that use it; the other marks a copy of which something
+could not be sent, and which may hold the only files of a run."""
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -60,90 +57,71 @@ def file_system(url: str) -> tuple[Any, str]:
 
 def _files_in(fs: Any, root: str) -> list[str]:
     """Return the names of all files below a path."""
-
-    def found() -> list[str]:
-        fs.invalidate_cache()
-        return [name.removeprefix(root).lstrip("/") for name in fs.find(root)]
-
-    names = [name for name in _tried(found) if name]
+    fs.invalidate_cache()
+    names = [name.removeprefix(root).lstrip("/") for name in _reading(fs.find, root)]
     for name in names:
         if ".." in Path(name).parts or os.sep != "/" and os.sep in name:
             raise DamagedError(f"{root} holds a file {name!r}, which would be written outside of a local copy")
-    return names
+    return [name for name in names if name]
 
 
 def _download(fs: Any, source: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    _tried(lambda: fs.get_file(source, str(target)))
+    _reading(fs.get_file, source, str(target))
 
 
-def _tried(do: Callable[[], T], on_failure: Callable[[], None] = lambda: None) -> T:
-    """Return what a function returns, after several attempts if necessary; raise `OSError` if all fail.
-
-    Args:
-        do: The function.
-        on_failure: Called after each attempt that fails.
-    """
-    for seconds in (*_WAITS, None):
-        try:
-            return do()
-        except (FileNotFoundError, PermissionError):
-            raise
-        except Exception as error:  # each storage has its own
-            on_failure()
-            if seconds is None:
-                raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
-            time.sleep(seconds)
-    raise AssertionError("the last attempt returns or raises")
+def _reading(read: Callable[..., Any], *arguments: str) -> Any:
+    """Call a function that reads; each storage has errors of its own, which become an `OSError`."""
+    try:
+        return read(*arguments)
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 # Local copies
 
 
-def new_name() -> str:
-    """Return a name for a local copy that no other has."""
-    return f"{disk.owner()}-{time.monotonic_ns():x}"
+@contextmanager
+def _copy(at: Path | None = None) -> Iterator[Path]:
+    """Return a scope with a new local copy, or one that another process has made, which other processes do not remove.
 
-
-def _copy_named(name: str) -> Path:
-    return Path(tempfile.gettempdir()).resolve() / f"purecompose-{name}"
-
-
-def _make(copy: Path) -> None:
-    copy.mkdir(mode=0o700)
-    _note_user(copy)
-
-
-def _note_user(copy: Path) -> None:
-    """Note that this process uses a local copy, which others then do not remove."""
-    (copy / f"{_USER}{disk.owner()}").touch()
-
-
-def clear_copies() -> None:
-    """Remove the local copies that processes of this user, which have ended, have left on this machine.
-
-    One that holds files which could not be sent stays.
+    A new one is removed at the end, unless something in it could not be sent.
     """
-    for copy in Path(tempfile.gettempdir()).resolve().glob("purecompose-*"):
-        with contextlib.suppress(OSError, ValueError):  # another process removes it, or writes
-            is_ours = not copy.is_symlink() and (os.name != "posix" or copy.stat().st_uid == os.getuid())
-            users = [mark.name.removeprefix(_USER).split("-") for mark in copy.glob(f"{_USER}*")]
-            have_ended = bool(users) and all(
-                place == disk.short_place() and not disk.is_alive(int(pid), token) for pid, token, place in users
-            )
-            if is_ours and have_ended and ((copy / _SENT).exists() or not (copy / _WRITER).exists()):
+    _clear_copies()
+    path = at or Path(tempfile.mkdtemp(prefix="purecompose-")).resolve()
+    with open(path / _LOCK, "a", encoding="utf-8") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        try:
+            yield path
+        finally:
+            if at is None and not (path / _UNSENT).exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _clear_copies() -> None:
+    """Remove the local copies that killed processes have left, unless something in them could not be sent."""
+    if fcntl is None:
+        return
+    for copy in Path(tempfile.gettempdir()).glob("purecompose-*"):
+        with contextlib.suppress(OSError), open(copy / _LOCK, encoding="utf-8") as lock:
+            # One that was just made may not be locked yet.
+            if time.time() - os.fstat(lock.fileno()).st_mtime > 1.0 and not (copy / _UNSENT).exists():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(copy, ignore_errors=True)
 
 
 @contextmanager
-def fetched(path: Path | str, names: Collection[str] = (disk.INDEX,)) -> Iterator[Path]:
+def fetched(path: Path | str) -> Iterator[Path]:
     """Return a scope with a folder, which is a local copy if the path is a URL.
 
-    Tensors are read when their file is opened; the other checkpoints next to one, when they are looked for.
+    Tensors are read when their file is opened, everything else at once; of one checkpoint, also the
+    other files of its run.
 
     Args:
         path: The folder of a run, of checkpoints or of one checkpoint.
-        names: The names of the files that are read at once; of one checkpoint, also those of its run.
 
     Raises:
         FileNotFoundError: There is nothing at the URL.
@@ -153,92 +131,76 @@ def fetched(path: Path | str, names: Collection[str] = (disk.INDEX,)) -> Iterato
     if not is_remote(path):
         yield Path(path)
         return
-    clear_copies()
-    url, top = str(path).rstrip("/"), _copy_named(new_name())
+    url = str(path).rstrip("/")
     fs, root = file_system(url)
-    parts = [part for part in root.split("/") if part][-3:]  # at most a run, its checkpoints and one of them
-    base, outer, local = root.removesuffix("/".join(parts)), top / parts[0], top.joinpath(*parts)
+    is_one = disk.is_name(Path(root).name)  # with those next to it, and the run
+    base, *inner = root.rsplit("/", is_one + (is_one and Path(root).parent.name == disk.CHECKPOINTS))
+    with _copy() as top:
+        local = top.joinpath(*inner)
 
-    def get(file: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            _download(fs, f"{base}{file.relative_to(top).as_posix()}", file)
+        def fetch(file: Path) -> None:
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    if not file.exists():
+                        _download(fs, f"{base}/{file.relative_to(top).as_posix()}", file)
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from error
 
-    def fetch(place: Path) -> None:
-        """Read a file that is missing, or the indexes of the checkpoints in a folder."""
-        try:
-            files = [place]
-            if not place.suffix:
-                found = _files_in(fs, f"{base}{place.relative_to(top).as_posix()}")
-                files = [place / name for name in found if name.count("/") == 1 and name.endswith(f"/{disk.INDEX}")]
-            for file in files:
-                if not file.exists():
-                    get(file)
-        except OSError as error:
-            raise CheckpointError(f"{place} cannot be read: {error}") from error
-
-    try:
-        _make(top)
-        found = [local / name for name in _files_in(fs, root)]
-        if not found:
+        names = _files_in(fs, base)
+        if not any((top / name).is_relative_to(local) for name in names):
             raise FileNotFoundError(f"there is nothing at {url}")
-        local.mkdir(parents=True)
-        wanted = [file for file in found if file.name in names]
-        if local / disk.INDEX in found and len(parts) == 3:
-            wanted += [outer / name for name in {*names} - {disk.INDEX}]
-        know(outer, url.removesuffix("/".join(parts)) + parts[0], fetch)
-        with naming_urls():
-            for file in wanted:
-                get(file)
-            yield local
-    finally:
-        forget(outer)
-        shutil.rmtree(top, ignore_errors=True)
+        know(top, url.rsplit("/", len(inner))[0], fetch)
+        try:
+            with naming_urls():
+                for name in names:
+                    if not is_file_name(Path(name).name):
+                        fetch(top / name)
+                yield local
+        finally:
+            forget(top)
 
 
 class Mirror:
-    """A local copy of a folder in remote storage, kept for the length of a run.
+    """A local copy of a folder in remote storage, kept for the length of a run, and sent there as it changes.
 
     Of the checkpoints there, the tensors of the newest complete one are read, and the indexes of all: so older ones
     can be removed, but not loaded.
 
     Args:
         url: The folder: `s3://`, `gs://`, `file://` or another scheme of fsspec.
-        name: A name that the processes of a run share, and no other run has; by default, that of this process. The
-            first process on a host that uses it reads the folder, the others wait for it.
-        is_writing: True for the process that sends what has changed.
+        sends: True to send what changes, as one process does.
+        at: The local copy of that process, which the others on its host use, too.
 
     Attributes:
         url: The URL.
         local: The local copy.
         problem: Why the newest files are not sent yet; `None` if nothing is wrong.
+        is_shared: True if this is the copy from which changes are sent.
 
     Raises:
         ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
         ValueError: The scheme is unknown.
-        OSError: The storage cannot be read in five attempts.
+        OSError: The storage cannot be read.
         DamagedError: It holds a name that would lead out of the local copy.
     """
 
-    def __init__(self, url: str, *, name: str | None = None, is_writing: bool = True) -> None:
+    def __init__(self, url: str, *, sends: bool = True, at: Path | None = None) -> None:
         self.url: str = url.rstrip("/")
-        self.local: Path = _copy_named(name or new_name())
         self.problem: str | None = None
         self._fs, self._root = file_system(self.url)
         self._is_closing = threading.Event()
-        clear_copies()
-        self._is_first = self._begun()
-        self._thread = threading.Thread(target=self._keep_sending, name="upload", daemon=True) if is_writing else None
+        self._thread = threading.Thread(target=self._keep_sending, name="upload", daemon=True) if sends else None
+        is_here = at is not None and at.exists()
+        self.is_shared: bool = sends or is_here
+        with contextlib.ExitStack() as stack:
+            self.local: Path = stack.enter_context(_copy(at if is_here else None))
+            if not is_here:
+                self._read()
+            self._scope = stack.pop_all()
         if self._thread is not None:
             self._sent, self._there = _listed(self.local), set(_files_in(self._fs, self._root))
-            for mark in (_SENT, _WRITER):
-                (self.local / mark).touch()
             self._thread.start()
         know(self.local, self.url)
-
-    @property
-    def has_writer(self) -> bool:
-        """True if the process that sends what has changed uses this local copy, and so is on the same host."""
-        return (self.local / _WRITER).exists()
 
     def close(self) -> str | None:
         """Send everything, and remove the local copy; return what could not be sent, if anything."""
@@ -246,41 +208,13 @@ class Mirror:
         if self._thread is not None:
             self._is_closing.set()
             self._thread.join()
-            if self.problem is not None:
-                return f"{self.problem}; all is in {self.local}"
-        if self._thread is not None or (self._is_first and not self.has_writer):
-            shutil.rmtree(self.local, ignore_errors=True)
-        return None
-
-    # Reading
-
-    def _begun(self) -> bool:
-        """Read the folder, or wait until another process has; return whether this one did."""
-        mark = self.local / _READ
-        try:
-            _make(self.local)
-        except FileExistsError:
-            deadline = time.monotonic() + _PATIENCE
-            while not mark.exists():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{self.url}: another process has not read it in {_PATIENCE:g} s") from None
-                time.sleep(0.05)
-            if os.name == "posix" and self.local.stat().st_uid != os.getuid():
-                raise PermissionError(f"{self.url}: {self.local} belongs to another user") from None
-            _note_user(self.local)
-            return False
-        try:
-            self._read()
-        except BaseException:
-            shutil.rmtree(self.local, ignore_errors=True)
-            raise
-        mark.touch()
-        return True
+        self._scope.close()
+        return None if self.problem is None else f"{self.problem}; all is in {self.local}"
 
     def _read(self) -> None:
         files = _files_in(self._fs, self._root)
 
-        def read(names: Collection[str]) -> None:
+        def read(names: list[str]) -> None:
             for name in names:
                 _download(self._fs, f"{self._root}/{name}", self.local / name)
 
@@ -294,39 +228,37 @@ class Mirror:
                 if is_whole(one.path, one.index):
                     break
 
-    # Sending
-
     def _keep_sending(self) -> None:
-        is_last = False
-        while not is_last:
+        left = _TRIES
+        while left:
             is_last = self._is_closing.wait(_INTERVAL)
             try:
                 self._send()
                 self.problem = None
             except Exception as error:  # of any storage; what is not sent now is sent later
                 self.problem = f"{self.url} cannot be written to: {type(error).__name__}: {error}"
-            self._note_sent(self.problem is None)
-
-    def _note_sent(self, is_sent: bool) -> None:
-        """Note whether everything is sent; if not, this copy may hold the only files of the run."""
-        with contextlib.suppress(OSError):  # a full disk
-            (self.local / _SENT).touch() if is_sent else (self.local / _SENT).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a full disk
+                mark = self.local / _UNSENT
+                mark.unlink(missing_ok=True) if self.problem is None else mark.touch()
+            if is_last:
+                left = 0 if self.problem is None else left - 1
+                time.sleep(_INTERVAL if left else 0)
 
     def _send(self) -> None:
         """Make the folder equal to the local copy."""
         now = _listed(self.local)
-        if not self.has_writer:  # looked for after the files, which would be removed from the storage, too
+        if not (self.local / _LOCK).exists():  # looked for after the files: none would be left in the storage
             raise FileNotFoundError(f"another program has removed {self.local}")
         for name in sorted(now, key=_is_index):
             if self._sent.get(name) != now[name] and (self.local / name).exists():
-                _tried(lambda name=name: self._put(name), lambda: self._note_sent(False))
+                self._put(name)
                 self._sent[name] = now[name]
         # Only what the local copy has had: other files in the storage are not ours.
         gone = {name for name in self._sent.keys() - now.keys() if not (self.local / name).exists()}
         folders = {str(Path(name).parent) for name in gone if not (self.local / name).parent.exists()}
         gone |= {name for name in self._there if str(Path(name).parent) in folders}  # tensors that were not read
         for name in sorted(gone, key=_is_index, reverse=True):
-            _tried(lambda name=name: self._remove(name))
+            self._remove(name)
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -349,8 +281,43 @@ class Mirror:
         self._there.add(name)
 
 
+def mirror_of(url: str, is_first: bool, of_first: Callable[[str], str]) -> Mirror:
+    """Return a local copy in each of several processes, which all call this: the first one sends what changes.
+
+    Args:
+        url: The URL.
+        is_first: True in the first process.
+        of_first: Function that returns the text of the first process in all of them.
+    """
+    own = failure = None
+    if is_first:
+        try:
+            own = Mirror(url)
+        except Exception as error:
+            failure = error
+    at = of_first("" if own is None else str(own.local))
+    if failure is not None:
+        raise failure
+    if not at:
+        raise OSError(f"{url}: the first process has not read it: see its error")
+    return own or Mirror(url, sends=False, at=Path(at))
+
+
 @contextmanager
-def mirror(url: str, *, name: str | None = None, is_writing: bool = True) -> Iterator[Path]:
+def sent_from(copy: Mirror) -> Iterator[Path]:
+    """Return a scope with the folder of a local copy, at whose end everything is sent; see `mirror`."""
+    try:
+        yield copy.local
+    except BaseException:
+        if (problem := copy.close()) is not None:
+            warn(problem, CheckpointWarning)
+        raise
+    if (problem := copy.close()) is not None:
+        raise UploadError(problem)
+
+
+@contextmanager
+def mirror(url: str) -> Iterator[Path]:
     """Return a scope with a local copy of a folder in remote storage, which is uploaded as it changes.
 
     Whatever takes a folder can be given the local one: `RunFolder`, `Checkpoints`, your own files. A killed run leaves
@@ -358,8 +325,6 @@ def mirror(url: str, *, name: str | None = None, is_writing: bool = True) -> Ite
 
     Args:
         url: The folder, such as `s3://bucket/run`; see `Mirror`, also about errors.
-        name: A name that the processes of a run share; see `Mirror`.
-        is_writing: True for the process that sends what has changed.
 
     Raises:
         UploadError: At the end of the scope, something could not be sent; the message names the local copy, which is
@@ -373,15 +338,8 @@ def mirror(url: str, *, name: str | None = None, is_writing: bool = True) -> Ite
             pc.fit(step, state, data, checkpoints=run.checkpoints(), resume=run.resume, observers=run.observer)
             run.finish()
     """
-    copy = Mirror(url, name=name, is_writing=is_writing)
-    try:
-        yield copy.local
-    except BaseException:
-        if (problem := copy.close()) is not None:
-            warn(problem, CheckpointWarning)
-        raise
-    if (problem := copy.close()) is not None:
-        raise UploadError(problem)
+    with sent_from(Mirror(url)) as folder:
+        yield folder
 
 
 def _listed(folder: Path) -> dict[str, tuple[int, int]]:

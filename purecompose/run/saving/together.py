@@ -5,8 +5,8 @@ group's store: so they can write in threads, while training goes on, and a proce
 first one waits for the reports of all, and completes the checkpoint.
 """
 
-import itertools
 import json
+import secrets
 import shutil
 import threading
 import time
@@ -25,8 +25,6 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.run.saving import folder
 from purecompose.run.saving.files import Index, file_name
-from purecompose.run.saving.folder import owner
-from purecompose.run.saving.remote import Mirror, new_name
 
 
 T = TypeVar("T")
@@ -45,11 +43,9 @@ class Writers:
         ranks: All processes.
         number: The number of this process among those that write, from 0; `None` if others hold the same rows.
         total: The number of processes that write.
-        run: The words by which the first process names hidden files; equal in all processes.
+        run: A word that the first process has drawn, in the names of hidden files and of reports.
         device: The device of messages.
         store: The store of the process group, for reports.
-        session: A number that distinguishes these reports from those of other runs and of `save`, whose processes may
-            be the same; equal in all processes.
         has_failed: Set when an error ends the run, perhaps because another process has ended.
     """
 
@@ -59,7 +55,6 @@ class Writers:
     run: str
     device: torch.device
     store: Any
-    session: int = 0
     has_failed: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -94,31 +89,19 @@ def writers_of(state: State, step: Any = None) -> Writers | None:
         ranks: Ranks | None = getattr(step, "ranks", None)
         if ranks is None:
             return None
-        run, session = _names(ranks, state.device)
-        return Writers(ranks, 0 if ranks.rank == 0 else None, 1, run, state.device, _store(), session)
-    mesh = places[0].mesh
-    ranks = Ranks.of(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
-    *copies, own = mesh.get_coordinate()
-    device = torch.device(mesh.device_type)
-    run, session = _names(ranks, device)
-    return Writers(ranks, None if any(copies) else own, mesh.size(mesh.ndim - 1), run, device, _store(), session)
-
-
-_SESSIONS = itertools.count(1)
-
-
-def _names(ranks: Ranks, device: torch.device) -> tuple[str, int]:
-    """Return the words for hidden files and the session, as the first process gives them."""
-    run, session = ranks.word_of_first(f"{owner()} {next(_SESSIONS)}", device).split()
-    return run, int(session)
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+        number, total, device = 0 if ranks.rank == 0 else None, 1, state.device
+    else:
+        mesh = places[0].mesh
+        ranks = Ranks.of(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
+        *copies, own = mesh.get_coordinate()
+        number, total = None if any(copies) else own, mesh.size(mesh.ndim - 1)
+        device = torch.device(mesh.device_type)
+    run = ranks.word_of_first(secrets.token_hex(8), device)
+    return Writers(ranks, number, total, run, device, dist.distributed_c10d._get_default_store())
 
 
 def in_all(writers: Writers | None, act: Callable[[], T], problem: str) -> T:
-    """Return what a function returns in this process if it raises in none; all must call this.
+    """Call a function in all processes and return its result; raise in all of them if it fails in any.
 
     Args:
         writers: The processes; `None` if there is only this one.
@@ -137,32 +120,6 @@ def in_all(writers: Writers | None, act: Callable[[], T], problem: str) -> T:
         raise
     if not writers.is_good_for_all(True):
         raise OSError(f"{problem}: another process has failed")
-    return found
-
-
-def mirror_of(url: str, writers: Writers | None) -> Mirror:
-    """Return a local copy of a folder in remote storage, one for the processes of a host; the first process sends.
-
-    Raises:
-        ValueError: Processes on several hosts write each checkpoint together.
-        ImportError, OSError: See `Mirror`.
-    """
-    if writers is None:
-        return Mirror(url)
-    name, opened = writers.word_of_first(new_name()), list[Mirror]()
-    try:
-        in_all(writers, lambda: opened.append(Mirror(url, name=name, is_writing=writers.is_first)), url)
-    except BaseException:
-        for one in opened:
-            one.close()
-        raise
-    (found,) = opened
-    if writers.is_joint and not writers.is_good_for_all(found.has_writer):
-        found.close()
-        raise ValueError(
-            f"checkpoints: {url}: processes on several hosts write each checkpoint together, for which they need a "
-            "folder that they share"
-        )
     return found
 
 
@@ -190,7 +147,7 @@ def write(
         OSError: This process, or another one, could not write.
     """
     assert writers.number is not None, "others write the same rows"
-    new, name = folder.hidden(target, writers.run, number), file_name(writers.number, writers.total)
+    new, name = _hidden(target, writers, number), file_name(writers.number, writers.total)
 
     def report() -> dict[str, Any]:
         return {**folder.write_tensors(new / name, tensors()), "rows": dict(rows)}
@@ -214,9 +171,13 @@ def write(
 
 def discard(target: Path, writers: Writers, number: int) -> None:
     """Remove what the processes have written of a checkpoint that failed, when none of them writes any more."""
-    shutil.rmtree(folder.hidden(target, writers.run, number), ignore_errors=True)
+    shutil.rmtree(_hidden(target, writers, number), ignore_errors=True)
     for other in range(1, writers.total):
         writers.store.delete_key(_place(writers, number, other))
+
+
+def _hidden(target: Path, writers: Writers, number: int) -> Path:
+    return folder.hidden(target, f"{writers.run}-{number:08x}")
 
 
 def _hand_in(writers: Writers, number: int, report: dict[str, Any]) -> None:
@@ -250,7 +211,7 @@ def _handed_in(writers: Writers, number: int, other: int, file: Path) -> dict[st
 
 
 def _place(writers: Writers, number: int, other: int) -> str:
-    return f"purecompose/written/{writers.run}/{writers.session}/{number}/{other}"
+    return f"purecompose/written/{writers.run}/{number}/{other}"
 
 
 def cause_of(error: Exception) -> str:

@@ -3,17 +3,13 @@
 import errno
 import os
 import pathlib
-import subprocess
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import purecompose as pc
 from purecompose.records.layout import write_json
-from purecompose.run.saving import folder as disk, folder as process
-from purecompose.run.saving.folder import is_alive, token
+from purecompose.run.saving import folder as disk
 from tests.helpers import make_state
 
 
@@ -32,43 +28,42 @@ def names(folder: pathlib.Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("whose", ["-11111111", ""], ids=["with a token", "as older versions wrote it"])
-def test_files_of_an_earlier_process_with_the_same_pid_are_cleared(tmp_path: pathlib.Path, whose: str) -> None:
-    make(tmp_path / f".{NAME}.{os.getpid()}{whose}-00000000.old")
-    make(tmp_path / f".{NAME}.{os.getpid()}{whose}-22222222.writing")
+def test_what_was_being_replaced_is_restored_and_old_files_are_cleared(tmp_path, monkeypatch):
+    old, new = make(tmp_path / f".{NAME}.00000000.old"), make(tmp_path / f".{NAME}.22222222.writing")
     disk.clear(tmp_path)
-    assert names(tmp_path) == [NAME]
-    assert (tmp_path / NAME / "index.json").read_text().endswith(".old")
-
-
-def test_files_that_this_process_is_writing_are_not_touched(tmp_path: pathlib.Path) -> None:
-    with disk.replaced(tmp_path / NAME) as new, disk.written(tmp_path / "notes.json") as file:
-        file.touch()
-        disk.clear(tmp_path)
-        assert sorted([new.name, file.name]) == names(tmp_path)
-        assert all(f".{os.getpid()}-{token()}-" in name for name in names(tmp_path))
-    assert names(tmp_path) == [NAME, "notes.json"]
-
-
-def test_files_of_another_machine_are_cleared_when_they_have_not_changed_for_long(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(process, "place", lambda: "another machine")
-        name = f".{NAME}.{process.owner().replace(token(), '11111111')}-00000000"
-    make(tmp_path / f"{name}.old")
-    make(tmp_path / f"{name}.writing")
-    disk.clear(tmp_path)
-    assert names(tmp_path) == [f"{name}.old", f"{name}.writing"]
-    monkeypatch.setattr(disk, "_MOMENT", -1.0)
-    disk.clear(tmp_path)
-    assert names(tmp_path) == [f"{name}.writing", NAME]
+    assert names(tmp_path) == [new.name, NAME]
+    assert (tmp_path / NAME / "index.json").read_text() == old.name
+    make(old)
     monkeypatch.setattr(disk, "_LONG", -1.0)
     disk.clear(tmp_path)
     assert names(tmp_path) == [NAME]
 
 
-def test_half_written_files_and_links_are_removed_too(tmp_path: pathlib.Path) -> None:
+def test_files_that_are_being_written_are_not_touched(tmp_path: pathlib.Path) -> None:
+    with disk.replaced(tmp_path / NAME) as new, disk.written(tmp_path / "notes.json") as file:
+        file.touch()
+        disk.clear(tmp_path)
+        assert sorted([new.name, file.name]) == names(tmp_path)
+    assert names(tmp_path) == [NAME, "notes.json"]
+
+
+def test_a_reader_that_restores_what_is_being_replaced_loses_nothing(tmp_path, monkeypatch):
+    make(tmp_path / NAME)
+    real, cleared = pathlib.Path.rename, []
+
+    def renamed(path, target):
+        if path.name.endswith(".writing") and not cleared:
+            cleared.append(disk.clear(tmp_path))  # between the two renamings
+        return real(path, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", renamed)
+    with disk.replaced(tmp_path / NAME) as new:
+        (new / "index.json").write_text("new")
+    assert cleared and names(tmp_path) == [NAME] and (tmp_path / NAME / "index.json").read_text() == "new"
+
+
+def test_half_written_files_and_links_are_removed_too(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LONG", -1.0)
     store = make(tmp_path / "store")
     (tmp_path / f".weights.{os.getpid()}-11111111-00000000.writing").write_text("half")
     (tmp_path / f".{NAME}.{os.getpid()}-11111111-00000000.writing").symlink_to(store)
@@ -137,68 +132,3 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left on device: '.*/one") as caught:
             write()
         assert caught.value.errno == errno.ENOSPC
-
-
-CODE = "from purecompose.run.saving.folder import token; print(token(), flush=True); input()"
-NEEDS_PROC = pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="only Linux tells")
-
-
-@pytest.fixture(scope="module")
-def other() -> Iterator[tuple[int, str]]:
-    """Start another process of the library, and yield its pid and its token."""
-    with subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as it:
-        assert it.stdout is not None
-        yield it.pid, it.stdout.readline().strip()
-        it.kill()
-
-
-def test_this_process_is_alive_and_an_earlier_one_with_its_pid_is_not() -> None:
-    assert is_alive(os.getpid(), token())
-    assert not is_alive(os.getpid(), "00000000")
-    assert not is_alive(os.getpid(), None)
-
-
-@NEEDS_PROC
-def test_another_process_is_known_by_its_token(other: tuple[int, str]) -> None:
-    pid, its_token = other
-    assert its_token != token()
-    assert is_alive(pid, its_token) and is_alive(pid, None)
-    assert not is_alive(pid, "00000000")  # the pid was reused
-
-
-def test_without_information_from_the_system_a_process_counts_as_alive(
-    other: tuple[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "_from_system", lambda pid: (None, None))
-    assert is_alive(other[0], "00000000")
-    process._token.cache_clear()
-    drawn = token()
-    assert drawn == token() and len(drawn) == 8
-    process._token.cache_clear()
-    assert token() != drawn
-    process._token.cache_clear()
-
-
-@NEEDS_PROC
-def test_a_killed_process_is_dead_before_its_parent_waits_for_it() -> None:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays in the list
-    assert not is_alive(child, None)
-    os.waitpid(child, 0)
-    assert not is_alive(child, None)
-    assert not is_alive(2**70, None)
-
-
-def test_a_fork_is_another_process() -> None:
-    token()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writing, token().encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reading, 8).decode() != token()
-    os.close(reading)
-    os.close(writing)

@@ -1,26 +1,19 @@
-"""`Checkpoints(keep="log")` spreads checkpoints over a run; they hold the identity of the code."""
+"""`Checkpoints(keep="log")` spreads checkpoints over a run."""
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import purecompose as pc
 from purecompose import Checkpoints, compose, loop_events
-from purecompose.run.saving import comparison as code
 from purecompose.run.saving.folder import all_in
 from purecompose.run.saving.keeping import surplus
-from tests.helpers import make_batches, make_mlp, make_state
-from tests.pages import ROOT
+from tests.helpers import make_batches, make_state
 
 
 def kept(batches: range) -> list[int]:
@@ -73,130 +66,3 @@ def test_the_best_one_is_kept_too() -> None:
         for batch in range(99, -1, -1)
     ]
     assert 7 not in [one.index.batch for one in surplus(found, settings)]
-
-
-SCALE = 2.0
-
-
-def scaled_loss(outputs: Any, targets: Any, reduction: str = "mean") -> Any:
-    """Call another function of this module."""
-    return _scaled(pc.losses.cross_entropy(outputs, targets, reduction))
-
-
-def _scaled(value: Any) -> Any:
-    return SCALE * value
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = make_mlp()
-
-    def forward(self, inputs: Any) -> Any:
-        return self.layers(inputs)
-
-
-def described() -> dict[str, str]:
-    return code.describe_code(make_state(Net(), loss=scaled_loss), compose(loop_events))
-
-
-def test_code_is_described_by_what_is_called() -> None:
-    assert {name for name in described() if not name.startswith("(")} == {
-        "test_log.Net",
-        "test_log.Net.__init__",
-        "test_log.Net.forward",
-        "test_log.scaled_loss",
-        "test_log._scaled",
-        "helpers.make_mlp",
-        "helpers._reset",
-    }
-    # torch and this library are known by version.
-    plain = code.describe_code(make_state(), compose(loop_events, [pc.algorithms.mixup(0.2)]))
-    assert [name for name in plain if not name.startswith("(")] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "changed"),
-    [
-        ("SCALE", 3.0, ["test_log._scaled"]),
-        ("_scaled", lambda value: 2.0 * value, ["test_log._scaled", "test_log.<lambda>"]),
-    ],
-)
-def test_changes_are_named(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, changed: list[str]) -> None:
-    before = described()
-    monkeypatch.setitem(globals(), name, value)
-    lines = code.code_differences(before, described())
-    assert [line.split(": ")[1] for line in lines] == changed
-
-
-def test_a_changed_method_of_the_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = described()
-    monkeypatch.setattr(Net, "forward", lambda self, inputs: self.layers(-inputs))
-    assert "code: test_log.Net.forward: called by the run, not here" in code.code_differences(before, described())
-
-
-def test_functions_inside_decorators_and_of_equal_names_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    def changes(before: Any, after: Any) -> list[str]:
-        found = []
-        for called in (before, after):
-            monkeypatch.setitem(globals(), "_scaled", called)
-            found.append(described())
-        return code.code_differences(*found)
-
-    @torch.enable_grad()
-    def once(value: Any) -> Any:
-        return 1.0 * value
-
-    def twice(value: Any) -> Any:
-        return 2.0 * value
-
-    twice.__qualname__ = once.__qualname__
-    assert changes(once, torch.enable_grad()(twice)) != []
-    assert changes(once, once) == []
-    # Two functions of the same name, of which the second one changes.
-    first, second, other = (lambda value: value), (lambda value: 2 * value), (lambda value: 3 * value)
-    assert changes([first, second], [first, other]) != []
-
-
-def test_a_changed_decorated_method_of_the_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Net, "forward", torch.enable_grad()(lambda self, inputs: self.layers(inputs)))
-    before = described()
-    monkeypatch.setattr(Net, "forward", torch.enable_grad()(lambda self, inputs: self.layers(-inputs)))
-    (line,) = code.code_differences(before, described())
-    assert line.endswith("<lambda>: changed since the run")
-
-
-def test_code_of_another_python_or_an_older_checkpoint_is_not_compared() -> None:
-    now = described()
-    assert code.code_differences({}, now) == []
-    assert code.code_differences({**now, "(python)": "3.9", "test_log.Net": "0"}, now) == []
-
-
-def test_what_cannot_be_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(start: Any) -> list[Any]:
-        if start is scaled_loss:
-            raise RuntimeError("odd")
-        return list(reached(start))
-
-    reached = code.reached
-    monkeypatch.setattr(code, "reached", unreadable)
-    now = described()
-    assert "test_log.scaled_loss" in now and "test_log._scaled" not in now
-
-
-def test_hashes_are_the_same_in_another_process() -> None:
-    program = "from tests.run.saving.test_log import described; import json; print(json.dumps(described()))"
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
-    )
-    assert json.loads(done.stdout) == described()
-
-
-def test_comments_and_lines_do_not_matter() -> None:
-    made: list[Any] = []
-    for text in ("def f(x):\n    return x + 1\n", "# why\n\n\ndef f(x):\n    # more\n    return x + 1\n"):
-        names: dict[str, Any] = {"__name__": "typed"}
-        exec(compile(text, f"<cell {len(made)}>", "exec"), names)
-        made.append(code._digest(names["f"]))
-    assert made[0] == made[1]

@@ -25,6 +25,7 @@ from tests.pages import ROOT
 
 
 fsspec = pytest.importorskip("fsspec")
+pytestmark = pytest.mark.filterwarnings("ignore:.*; trying again")
 DATA = [make_batch(size=8, seed=seed) for seed in range(4)]
 
 
@@ -145,7 +146,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, num_failures: float) -> list[str]:
         return real(self, source, target, **settings)
 
     monkeypatch.setattr(fs, "put_file", put)
-    monkeypatch.setattr(remote, "_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(remote, "_INTERVAL", 0.01)
     return tried
 
 
@@ -183,7 +184,7 @@ def test_a_storage_that_shortens_files_is_noticed_before_the_local_copy_is_remov
             self.pipe_file(target, self.cat_file(target)[:-8])
 
     monkeypatch.setattr(fs, "put_file", put)
-    monkeypatch.setattr(remote, "_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(remote, "_INTERVAL", 0.01)
     message = "no warning" if num == 1 else r"safetensors has [\d,]+ of [\d,]+ bytes after it was sent; all is in"
     with pytest.warns(match=message) if num > 1 else contextlib.nullcontext():
         state = run("memory://short/run", "2ba")
@@ -264,8 +265,10 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_its_copy_is_removed(tmp_path,
     assert subprocess.run([sys.executable, "-c", PROGRAM, str(there)], env=environment, timeout=120).returncode == 9
     assert len([*elsewhere.iterdir()]) == 1
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    resumed = run(f"file://{there}/run", "8ba")
-    assert not [*elsewhere.iterdir()]
+    time.sleep(1.0)  # a copy that was just made may not be locked yet
+    with remote._copy() as other:  # of a process that is running
+        resumed = run(f"file://{there}/run", "8ba")
+        assert [*elsewhere.iterdir()] == [other]
     whole = pc.fit(compose(loop_events), make_state(), DATA, duration="8ba")
     assert tree.equal(resumed.params, whole.params)
 
@@ -279,7 +282,7 @@ def test_the_command_line_keeps_its_folder_in_remote_storage(url, tmp_path, caps
     assert {"report.html", "records.jsonl", "config.toml", "checkpoints/ep0001-ba00000004/index.json"} <= {*names(url)}
     for out in (str(tmp_path / "here"), url):
         assert main([*words, "--duration", "2ep", "--out", out, "--resume"]) == 0
-    with remote.mirror(url, is_writing=False) as folder:
+    with remote.fetched(url) as folder:
         ours, theirs = (json.loads((one / "result.json").read_text()) for one in (folder, tmp_path / "here"))
     assert ours["checksum"] == theirs["checksum"]
     printed = capsys.readouterr().out
@@ -327,28 +330,26 @@ def in_checkpoint(batch: int, *names: str) -> list[str]:
     return [f"checkpoints/ep{batch // 3:04d}-ba{batch:08d}/{name}" for name in names]
 
 
-INDEXES = [name for batch in (1, 2, 3) for name in in_checkpoint(batch, "index.json")]
-NEWEST = ["config.toml", *INDEXES, *in_checkpoint(3, "state.safetensors")]
-SECOND = ["config.toml", *INDEXES, *in_checkpoint(2, "state.safetensors")]
-ONE = ["config.toml", *in_checkpoint(2, "index.json", "state.safetensors")]
-RECORDS = ["command.txt", "config.toml", "history.json", "plan.txt", "records.jsonl", "result.json", "versions.json"]
+NEWEST, SECOND = in_checkpoint(3, "state.safetensors"), in_checkpoint(2, "state.safetensors")
 
 
 @pytest.mark.parametrize(
-    "command, place, more, files",
+    "command, place, more, tensors",
     [
         ("evaluate", "", [], NEWEST),
         ("evaluate", "", ["--checkpoint", "ep0000-ba00000002"], SECOND),
-        ("evaluate", "/checkpoints/ep0000-ba00000002", [], ONE),
+        ("evaluate", "/checkpoints/ep0000-ba00000002", [], SECOND),
         ("predict", "", [], NEWEST),
-        ("plan", "", [], ["config.toml"]),
-        ("plot", "", ["--out", "curves.svg"], RECORDS),
+        ("plan", "", [], []),
+        ("plot", "", ["--out", "curves.svg"], []),
     ],
 )
-def test_a_command_reads_what_it_needs(trained, sent, read, command, place, more, files, tmp_path, monkeypatch, capsys):
+def test_a_command_reads_the_tensors_it_needs(
+    trained, sent, read, command, place, more, tensors, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert main([command, f"{sent}{place}", *more]) == 0
-    assert sorted(read) == sorted(files)
+    assert [name for name in read if name.endswith(".safetensors")] == tensors
     printed = capsys.readouterr()
     assert main([command, f"{trained}{place}", *more]) == 0
     there = capsys.readouterr()
@@ -361,7 +362,7 @@ def test_a_checkpoint_is_read_without_its_neighbours(sent, read):
     read.clear()
     with pytest.warns(pc.errors.CheckpointWarning, match=f"^{found.checkpoint} continues"):  # threads, kernels
         pc.load(found.checkpoint, found.state)
-    assert sorted(read) == in_checkpoint(2, "index.json", "state.safetensors")
+    assert [name for name in read if name.endswith(".safetensors")] == in_checkpoint(2, "state.safetensors")
 
 
 def test_a_command_names_a_damaged_checkpoint_and_the_whole_one_before(sent, capsys):
@@ -384,7 +385,6 @@ def test_a_command_names_tensors_that_cannot_be_read(sent, monkeypatch, capsys):
         return real(self, source, target, **settings)
 
     monkeypatch.setattr(fs, "get_file", get)
-    monkeypatch.setattr(remote, "_WAITS", (0.01,))
     assert main(["evaluate", sent]) == 1
     newest = f"{sent}/{in_checkpoint(3, 'state.safetensors')[0]}"
     assert f"error: {newest} cannot be read: the network is down" in capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_damage_is_found(written: tuple[Path, list[Any]], tmp_path: Path, num: i
 
 
 def _writers(number: int, store: Any, session: int = 0) -> together.Writers:
-    return together.Writers(Ranks("group", number, 2), number, 2, "1-00000000", torch.device("cpu"), store, session)
+    return together.Writers(Ranks("group", number, 2), number, 2, f"{session:08x}", torch.device("cpu"), store)
 
 
 @pytest.mark.parametrize("name, has_failed", [("PATIENCE", False), ("_AFTER_ERROR", True)])
