@@ -32,20 +32,11 @@ def check_batches(data: Any, where: str) -> None:
             f"{where}: expected batches, got the data set {type(data).__name__}, which gives single examples: wrap it "
             "in data.loader(dataset, batch_size=...)"
         )
-    if isinstance(data, Tensor):
+    if isinstance(data, Tensor | Mapping) or _is_pair(data):
+        came = shown(data) if isinstance(data, Tensor) else "inputs and targets" if _is_pair(data) else "a mapping"
         raise TypeError(
-            f"{where}: expected batches, got one tensor, {shown(data)}: a single batch goes into a list, [batch]; "
-            "tensor.split(n) cuts it into batches of n"
-        )
-    if _is_pair(data):
-        raise TypeError(
-            f"{where}: expected batches, got inputs and targets, {shown(data[0])} and {shown(data[1])}: wrap them "
-            "in data.arrays(inputs, targets, batch_size=...), or in a list for a single batch, [(inputs, targets)]"
-        )
-    if isinstance(data, Mapping):
-        raise TypeError(
-            f"{where}: expected batches, got a mapping of {', '.join(map(repr, data))}: a single batch goes into a "
-            "list, [batch]"
+            f"{where}: expected batches, got {came}: wrap examples in data.arrays(inputs, targets, batch_size=...), "
+            "and a single batch in a list, [batch]"
         )
     if isinstance(data, str | type) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         raise TypeError(

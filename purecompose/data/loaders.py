@@ -156,7 +156,7 @@ class _Request(NamedTuple):
 
 def _requests(data: "DataLoader[Any]", key: tuple[int, int], epoch: int, start: int, seed: int) -> Iterator[_Request]:
     words = seed_words(key, _SAMPLER, 0, epoch)
-    stream = Stream(words, seed, torch_only=_is_torchs(data.sampler) and _is_torchs(data.batch_sampler))
+    stream = Stream(words, seed)
     indices = None
     batch = 0
     while True:
@@ -169,11 +169,6 @@ def _requests(data: "DataLoader[Any]", key: tuple[int, int], epoch: int, start: 
         if batch >= start:
             yield _Request(key, epoch, batch, index)
         batch += 1
-
-
-def _is_torchs(sampler: Any) -> bool:
-    """Return whether a sampler is known to draw only from torch's generator."""
-    return sampler is None or type(sampler).__module__ == "torch.utils.data.sampler"
 
 
 class _Batches:
@@ -232,7 +227,7 @@ def _reader(data: "DataLoader[Any]") -> Reader:
 
 def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Iterator[Any]:
     """Yield the loader's batches, with the global generators seeded for the epoch while it loads."""
-    stream = Stream(words, seed, torch_only=False)
+    stream = Stream(words, seed)
     with stream.drawing():
         # Without a generator, the workers' seed would be drawn from the global one.
         data.generator = torch.Generator().manual_seed(seed ^ _WORKERS)

@@ -9,8 +9,6 @@ earlier ones.
 """
 
 import copy
-import inspect
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from purecompose import tree
-from purecompose._support.checks import check_flag, check_whole, shown
+from purecompose._support.checks import check_flag, check_whole, is_callable_with, shown
 from purecompose._support.scopes import NOTHING
 from purecompose.data.reader import Reader, SharedReader, naming
 from purecompose.data.seeding import SEED_WORDS, epoch_order, kept_globals, load_numpy, seed_globals, seed_words
@@ -119,14 +117,11 @@ class Samples:
         return lambda index, words: ()
 
     def _collated(self, samples: list[Any], request: Request) -> Any:
-        if self.collate is not None:
+        with naming(lambda: f"data.loader: this happened with {_listed(request)}, collating them"):
+            if self.collate is None:
+                return default_collate(samples)
             self._seed(request, _COLLATE, request.indices[0])
-            with naming(lambda: f"data.loader: this happened with {_listed(request)}, collating them"):
-                return self.collate(samples)
-        try:
-            return default_collate(samples)
-        except (TypeError, RuntimeError, KeyError, ValueError, AttributeError) as error:
-            raise ValueError(_uncollated(samples, request.indices, error)) from error
+            return self.collate(samples)
 
     def _seed(self, request: Request, draw: int, index: int) -> tuple[int, ...]:
         if not self._needs_words:
@@ -171,32 +166,6 @@ def is_plain(dataset: Any) -> bool:
 
 
 _PLAIN = (Tensor, int, float, bool, str, bytes)
-
-
-def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str:
-    """Return a message that names the first sample with another form than the first one, if any, and torch's error."""
-    first = _form(samples[0])
-    lines = f"sample {indices[0]} is {first}"
-    for index, sample in zip(indices, samples, strict=True):
-        if (form := _form(sample)) != first:
-            lines += f", sample {index} is {form}"
-            break
-    return (
-        f"data.loader: the samples cannot be made into one batch: {lines}. Give them one form in `transform`, "
-        f"or pass `collate`, a function of the list of samples ({type(error).__name__}: {str(error).splitlines()[0]})"
-    )
-
-
-def _form(sample: Any) -> str:
-    """Return a description of a sample's structure, with its shapes."""
-    if isinstance(sample, Tensor) or (hasattr(sample, "shape") and hasattr(sample, "dtype")):
-        return f"{sample.dtype} of shape {tuple(sample.shape)}"
-    if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_form(member)}" for name, member in sample.items()) + "}"
-    if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
-        shown = [_form(member) for member in sample[:8]]
-        return f"{type(sample).__name__} of {len(sample)} ({', '.join(shown)}{', ...' if len(sample) > 8 else ''})"
-    return type(sample).__name__
 
 
 def _listed(request: Request) -> str:
@@ -318,8 +287,7 @@ def loader(
         prefetch_factor: Number of batches that each worker reads ahead; None for 2.
         persistent_workers: Keep workers between epochs; None to keep them if there are any.
         multiprocessing_context: Start method of workers, such as "spawn"; None for the system's default.
-        timeout: Seconds to wait for a batch from the workers before a `TimeoutError` names the worker that did not
-            answer; 0 for no limit.
+        timeout: Seconds to wait for a batch from the workers before an error; 0 for no limit.
 
     Raises:
         TypeError: The data set is of another kind, the transform or collate function cannot be called in this way, or
@@ -351,26 +319,30 @@ def loader(
         raise TypeError(f"loader: expected collate to be a function of a list of samples, got {shown(collate)}")
     if check_flag(seed_globals, "loader: seed_globals"):
         load_numpy()
-    options = _worker_options(workers, prefetch_factor, persistent_workers, multiprocessing_context, timeout)
+    if prefetch_factor is not None:
+        check_whole(prefetch_factor, "loader: prefetch_factor", 1)
     samples = Samples(dataset, transform, rng, collate, seed_globals)
-    reader = Reader(samples, num_workers=workers, pin_memory=check_flag(pin_memory, "loader: pin_memory"), **options)
+    reader = Reader(
+        samples,
+        num_workers=workers,
+        pin_memory=check_flag(pin_memory, "loader: pin_memory"),
+        prefetch_factor=prefetch_factor,
+        persistent_workers=workers > 0 if persistent_workers is None else persistent_workers,
+        multiprocessing_context=multiprocessing_context,
+        timeout=timeout,
+    )
     return Loader(samples, reader, batch_size, check_flag(shuffle, "loader: shuffle"), drop_last)
 
 
 def _check_dataset(dataset: Any) -> int:
-    where, came = "loader: expected a data set with a length and dataset[i]", type(dataset).__name__
+    came = type(dataset).__name__
     if isinstance(dataset, Mapping):
-        keys = list(dataset)[:8]
-        raise TypeError(f"{where}, got {came} with the keys {keys}; choose one of them, as in data['train']")
-    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    if is_stream and hasattr(dataset, "__iter__"):
+        raise TypeError(f"loader: got {came} with the keys {[*dataset][:8]}; choose one of them, as in data['train']")
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
-            f"{where}, got {came}, which can only be iterated: a stream has no order to permute. Pass fit the "
-            "stream of batches itself, or a DataLoader over it"
+            f"loader: expected a data set with a length and dataset[i], got {came}; a stream has no order to permute: "
+            "pass fit the stream of batches itself, or a DataLoader over it"
         )
-    if is_stream or not hasattr(dataset, "__len__"):
-        missing = "__getitem__" if is_stream else "__len__"
-        raise TypeError(f"{where}, got {came}, which has no {missing}")
     num_examples = check_whole(len(dataset), "loader: len(dataset)", 0, 2**32 - 1)  # type: ignore[arg-type]
     if num_examples == 0:
         raise ValueError(f"loader: the data set is empty: {came} of length 0")
@@ -385,42 +357,9 @@ def _check_transform(transform: Any, rng: Any) -> None:
     wanted = "transform(sample)" if rng is None else "transform(sample, rng)"
     if not callable(transform):
         raise TypeError(f"loader: expected {wanted}, a function, got {shown(transform)}")
-    if rng == "numpy":
-        try:
-            import numpy  # noqa: F401
-        except ImportError as error:
-            raise ImportError("loader: rng='numpy' needs numpy; pip install numpy, or take rng='torch'") from error
-    try:
-        signature = inspect.signature(transform)
-    except (TypeError, ValueError):  # built-in functions without a signature
-        return
-    try:
-        signature.bind(*(["sample"] if rng is None else ["sample", "rng"]))
-    except TypeError as error:
-        hint = "; rng=None is for transforms that draw from the global generators" if rng is not None else ""
-        raise TypeError(f"loader: {shown(transform)} cannot be called as {wanted}: {error}{hint}") from error
-
-
-def _worker_options(
-    workers: int, prefetch_factor: int | None, persistent_workers: bool | None, context: Any, timeout: float
-) -> dict[str, Any]:
-    if prefetch_factor is not None:
-        check_whole(prefetch_factor, "loader: prefetch_factor", 1)
-    if persistent_workers is not None:
-        check_flag(persistent_workers, "loader: persistent_workers")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
-        raise ValueError(f"loader: timeout: expected a number of seconds, or 0 for no limit, got {shown(timeout)}")
-    if workers == 0 and (prefetch_factor is not None or persistent_workers or context is not None or timeout):
-        raise ValueError(
-            "loader: prefetch_factor, persistent_workers, multiprocessing_context and timeout need workers, got "
-            "workers=0 (int); set workers=2 or more, or leave them out"
-        )
-    return {
-        "prefetch_factor": prefetch_factor,
-        "persistent_workers": workers > 0 if persistent_workers is None else persistent_workers,
-        "multiprocessing_context": context,
-        "timeout": timeout,
-    }
+    if not is_callable_with(transform, 1 if rng is None else 2):
+        hint = "" if rng is None else "; rng=None is for transforms that draw from the global generators"
+        raise TypeError(f"loader: {shown(transform)} cannot be called as {wanted}{hint}")
 
 
 def shared(loader: Loader, mesh: Any = None) -> Loader:

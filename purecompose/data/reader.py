@@ -6,7 +6,6 @@ contain all that the batch depends on, so it does not matter which process reads
 
 import os
 import signal
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -74,7 +73,7 @@ class Reader:
         batches, is_sound = None, False
         try:
             batches = iter(loader)
-            yield from _answered(batches, loader.timeout)
+            yield from batches
             is_sound = True
         except GeneratorExit:
             is_sound = True
@@ -107,40 +106,6 @@ def _close(idle: "list[DataLoader[Any]]", process: int) -> None:
     # A forked worker has a copy of the reader, and must not wait for its siblings.
     while idle and process == os.getpid():
         _shut_down(idle.pop()._iterator)
-
-
-def _answered(batches: Iterator[Any], timeout: float) -> Generator[Any, None, None]:
-    """Yield the batches of a `DataLoader`; after a timeout, the error names the worker that did not answer.
-
-    Raises:
-        TimeoutError: No batch has arrived for `timeout` seconds.
-    """
-    started = time.monotonic()
-    while True:
-        try:
-            batch = next(batches, _END)
-        except RuntimeError as error:
-            if not timeout or time.monotonic() - started < timeout or not hasattr(batches, "_workers"):
-                raise
-            raise TimeoutError(
-                f"{_late_worker(batches)} has not answered for {timeout:g} s (timeout={timeout:g}); it may be stuck "
-                "in a file or a transform; if a batch takes longer than that, increase timeout"
-            ) from error
-        if batch is _END:
-            return
-        yield batch
-        started = time.monotonic()
-
-
-def _late_worker(batches: Any) -> str:
-    """Return a name for the worker whose batch is next, as far as torch's iterator reveals it."""
-    info = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None))
-    if not info:
-        return "a worker of the loader"
-    return f"worker {info[0]} of the loader (process {batches._workers[info[0]].pid})"
-
-
-_END = object()
 
 
 def _shut_down(batches: Any) -> None:

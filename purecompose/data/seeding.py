@@ -104,13 +104,13 @@ def seed_globals(words: Sequence[int]) -> None:
 
 
 @contextmanager
-def kept_globals(generators: Sequence[_Generator] = _GENERATORS) -> Iterator[None]:
+def kept_globals() -> Iterator[None]:
     """Restore the generators afterwards."""
-    outside = [generator.state() for generator in generators]
+    outside = [generator.state() for generator in _GENERATORS]
     try:
         yield
     finally:
-        for generator, state in zip(generators, outside, strict=True):
+        for generator, state in zip(_GENERATORS, outside, strict=True):
             generator.restore(state)
 
 
@@ -120,23 +120,21 @@ class Stream:
     Args:
         words: Seed of the generators, as for `seed_globals`.
         torch_seed: Seed of torch's generator, 64 bits; it replaces the first word.
-        torch_only: True to replace only torch's generator, which is about fifty times cheaper.
     """
 
-    def __init__(self, words: Sequence[int], torch_seed: int, torch_only: bool) -> None:
-        self._generators = _GENERATORS[:1] if torch_only else _GENERATORS
+    def __init__(self, words: Sequence[int], torch_seed: int) -> None:
         with kept_globals():
             seed_globals(words)
             _TORCH.manual_seed(torch_seed)
-            self._inside = [generator.state() for generator in self._generators]
+            self._inside = [generator.state() for generator in _GENERATORS]
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Return a scope in which the global generators continue this stream."""
-        with kept_globals(self._generators):
-            for generator, state in zip(self._generators, self._inside, strict=True):
+        with kept_globals():
+            for generator, state in zip(_GENERATORS, self._inside, strict=True):
                 generator.restore(state)
             try:
                 yield
             finally:
-                self._inside = [generator.state() for generator in self._generators]
+                self._inside = [generator.state() for generator in _GENERATORS]

@@ -57,11 +57,6 @@ class Totals:
         self._totals: dict[str, Any] = {}
         self._num_shares = 0
 
-    @property
-    def num_ranks(self) -> int:
-        """The number of processes among which the data are divided."""
-        return 1 if self._ranks is None else self._ranks.size
-
     def guarded(self) -> AbstractContextManager[Any]:
         """Return a context manager that reports processes that do not answer."""
         return NOTHING if self._ranks is None else naming_late_ranks(self._ranks, self._state.timestamp.batch)
@@ -173,12 +168,9 @@ class Evaluator:
             `lambda now: now.batch_in_epoch == 0 and now.epoch in (1, 4)`.
         label: Name of the evaluator in records: a metric appears as "label/name".
         num_batches: Maximal number of batches per evaluation; by default all.
-        microbatch_size: Maximal number of examples that pass through the network together, to save memory; by default
-            the whole batch. Algorithms see each slice as a batch. Metrics still cover all examples; the values of your
-            own function that returns one number for a batch are averaged over the slices.
 
     Raises:
-        ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1.
+        ValueError: An interval that is not positive, or in seconds; `num_batches` below 1.
         TypeError: Something that is not a metric.
 
     Example::
@@ -191,11 +183,8 @@ class Evaluator:
     every: Interval | str = "1ep"
     label: str = "eval"
     num_batches: int | None = None
-    microbatch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.microbatch_size is not None:
-            check_whole(self.microbatch_size, "Evaluator: microbatch_size", 1)
         if self.num_batches is not None:
             check_whole(self.num_batches, "Evaluator: num_batches", 1)
         check_batches(self.data, "Evaluator: data")
@@ -209,9 +198,8 @@ class Evaluator:
         object.__setattr__(self, "metrics", {name: _as_metric(name, m) for name, m in self.metrics.items()})
 
     def __repr__(self) -> str:
-        options = {"every": self.every, "label": self.label}
-        options |= {name: value for name in ("num_batches", "microbatch_size") if (value := getattr(self, name))}
-        rest = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        rest = f"every={self.every!r}, label={self.label!r}"
+        rest += "" if self.num_batches is None else f", num_batches={self.num_batches}"
         return f"Evaluator({type(self.data).__name__}, metrics={list(self.metrics)}, {rest})"
 
     @property
@@ -238,7 +226,6 @@ def evaluate(
     *,
     step: Step | None = None,
     num_batches: int | None = None,
-    microbatch_size: int | None = None,
 ) -> dict[str, Any]:
     """Return the metrics of a state on some data. The state is not changed.
 
@@ -255,7 +242,6 @@ def evaluate(
             processes, all must call, with the same batches, and each computes a part of each batch, if the metrics are
             sums over examples (`Metric.is_sum`).
         num_batches: Maximal number of batches; by default all. Endless data need it; see `Evaluator`.
-        microbatch_size: Maximal number of examples that pass through the network together; see `Evaluator`.
 
     Returns:
         The values by name: floats, or for a population lists with one float per member.
@@ -278,7 +264,7 @@ def evaluate(
     """
     if not isinstance(state, State):
         raise TypeError(f"evaluate(state, data): expected a State first, got {shown(state)}")
-    evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
+    evaluator = Evaluator(data, metrics or {}, num_batches=num_batches)
     inner = _sibling(step, eval_events, state)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
     result = run_evaluator(evaluator, begun, inner, trained_by=step)
@@ -307,28 +293,27 @@ def run_evaluator(
     seen = _SEEN.setdefault(step, collections.defaultdict(set))[evaluator.label]
     totals = Totals(metrics, state, None if trained_by is None else trained_by.ranks, seen)
     with torch.no_grad(), totals.guarded():
-        current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
+        current = notify(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         if trained_by is not None and any(getattr(node, "gathers_at_once", False) for node in trained_by.program):
             current = current.replace(params={name: whole(param) for name, param in current.params.items()})
-        num_batches = num_folds = 0
+        num_batches = 0
         given = itertools.islice(fixed_batches(evaluator.data, state.key), evaluator.num_batches)
         for batch in prefetch(given, state.device):
-            for part in map(totals.share, _slices(evaluator, state, batch, totals.num_ranks)):
-                start = current.replace(first_example=part.first_example) if part.first_example else current
-                inner = step.fold(start, part.batch, domain="eval", draw=num_folds)
-                totals.update(inner, step.num_examples(state, part.batch), counts=part.num_examples > 0)
-                if totals.takes_loss and num_folds and is_due(num_folds):
-                    check_evaluated(step.members.one(inner))
-                current = step.finish(inner)
-                num_folds += 1
-            tell(observers, Event.EVAL_BATCH_END, current)
+            part = totals.share(batch)
+            start = current.replace(first_example=part.first_example) if part.first_example else current
+            inner = step.fold(start, part.batch, domain="eval", draw=num_batches)
+            totals.update(inner, step.num_examples(state, part.batch), counts=part.num_examples > 0)
+            if totals.takes_loss and num_batches and is_due(num_batches):
+                check_evaluated(step.members.one(inner))
+            current = step.finish(inner)
+            notify(observers, Event.EVAL_BATCH_END, current)
             num_batches += 1
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an exhausted iterator?")
         values = {f"{evaluator.label}/{name}": value for name, value in totals.values().items()}
         if totals.takes_loss:
             _warn_of_missing_terms(evaluator, step)
-        return tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
+        return notify(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 
 
 def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> list[Any]:
@@ -377,22 +362,6 @@ def _as_metric(name: str, given: Any) -> Metric:
     return metric
 
 
-def _slices(evaluator: Evaluator, state: State, batch: Any, num_ranks: int) -> list[Any]:
-    if evaluator.microbatch_size is None:
-        return [batch]
-    size = evaluator.microbatch_size * num_ranks
-    check_single(state, f"evaluator {evaluator.label!r} with microbatch_size", "give it smaller batches")
-    if couples_examples(state.context.loss) and (
-        not evaluator.metrics or any(metric.takes_loss for metric in evaluator.metrics.values())
-    ):
-        raise ValueError(
-            f"evaluator {evaluator.label!r} with microbatch_size: the loss compares the examples of a batch "
-            "(losses.over_batch), and would be that of slices: give it smaller batches, or other metrics than the loss"
-        )
-    layout = state.context.layout
-    return layout.split(batch, -(-layout.num_examples(batch) // size))
-
-
 def _warn_of_missing_terms(evaluator: Evaluator, step: Step) -> None:
     """Warn, once for each, of algorithms that change the training loss, but not that of an evaluation."""
     seen = step.loss_editors
@@ -415,7 +384,7 @@ def _sibling(step: Step | None, program: Any, state: State) -> Step:
     return compose(program) if step is None else step.replace(program=program)
 
 
-def tell(observers: Iterable[Observer], event: Event, state: State) -> State:
+def notify(observers: Iterable[Observer], event: Event, state: State) -> State:
     """Call observers one after the other, and return the state unchanged."""
     for observer in observers:
         try:

@@ -9,36 +9,24 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from purecompose._support.checks import check_keywords, shown
+from purecompose._support.checks import check_keywords
 from purecompose._support.messages import naming_urls, warn
-from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.facts import describe_data, differences
 from purecompose.data.loaders import StateStream, own_order
 from purecompose.errors import CheckpointWarning, MismatchError, SkippingWarning
-from purecompose.run.evaluation import Evaluator, Observer, check_other_data
+from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.outer import EpochData, Run
-from purecompose.run.rules import Adjuster, Stopper, mode_of, with_modes
+from purecompose.run.rules import Adjuster, Stopper
 from purecompose.run.saving.checkpoint import Resumed, restore_extra, resumed_from, resumed_from_newest
 from purecompose.run.saving.keeping import Checkpoints, Keeper
 from purecompose.run.saving.leaves import POSITION
 from purecompose.run.saving.remote import fetched
-from purecompose.run.start import (
-    check_arguments,
-    check_ends_together,
-    check_metrics,
-    evaluation_step,
-    evaluators_in,
-    observers_in,
-    start_of_run,
-    watchers_in,
-    with_run,
-)
+from purecompose.run.start import check_arguments, check_ends_together, checked, evaluation_step, start_of_run, with_run
 from purecompose.time import Time, Timestamp
 from purecompose.time.event import Event
 
@@ -68,25 +56,11 @@ def _states(
         defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
     """
     check_arguments(step, state, data, microbatches, resume)
-    evaluators = evaluators_in(evaluate)
-    stoppers = watchers_in(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
-    adjusters = watchers_in(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
-    observers = observers_in(observers)
-    if checkpoints is not None:
-        if not isinstance(checkpoints, Checkpoints):
-            raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(checkpoints)}")
-        check_other_data(evaluators, data)
-    check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
-    reporters = (*evaluators, *step.algorithms)
-    stoppers, adjusters = with_modes(stoppers, reporters), with_modes(adjusters, reporters)
-    if checkpoints is not None and checkpoints.best is not None:
-        checkpoints = replace(checkpoints, mode=mode_of(checkpoints.best, checkpoints.mode, reporters))
-    if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
-        warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
-    state, budget = start_of_run(step, state, data, stoppers, adjusters, duration)
+    settings = checked(step, state, data, evaluate, observers, stop, adjust, checkpoints)
+    state, budget = start_of_run(step, state, data, settings.stoppers, settings.adjusters, duration)
     if step.ranks is not None:
         check_ends_together(budget, microbatches)
-    keeper = None if checkpoints is None else Keeper(checkpoints)
+    keeper = None if settings.checkpoints is None else Keeper(settings.checkpoints)
     try:
         if keeper is not None:
             keeper.open(state, step)
@@ -102,10 +76,10 @@ def _states(
             step,
             evaluation_step(step),
             data,
-            evaluators,
-            observers,
-            stoppers,
-            adjusters,
+            settings.evaluators,
+            settings.observers,
+            settings.stoppers,
+            settings.adjusters,
             keeper,
             budget,
             is_adaptive=is_adaptive,

@@ -22,10 +22,9 @@ from purecompose.data.position import PositionedBatches, position_at
 from purecompose.data.prefetch import prefetch
 from purecompose.errors import SpentStateError
 from purecompose.run.ending import Interrupts
-from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
+from purecompose.run.evaluation import Evaluator, Observer, notify, run_evaluator
 from purecompose.run.microbatching import Adaptive
 from purecompose.run.rules import Adjuster, Stopper, is_over, seen
-from purecompose.run.saving.files import time_from_plain, time_to_plain
 from purecompose.run.saving.keeping import Keeper, newest
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
@@ -126,7 +125,6 @@ class Run:
         self._is_stopped = False
         self._metrics: dict[str, Any] = dict(self.metrics)
         self._measured_at: Timestamp | None = None
-        self._left: dict[str, Any] = {}  # what a run that continues has to do first
         self._adaptive = Adaptive(self.step, self.memory.get("microbatches")) if self.is_adaptive else None
         self._train: Callable[[State, Any], State] = self._adaptive or self.step
         self._interrupts = Interrupts(None if self.keeper is None else self.step.ranks)
@@ -157,33 +155,27 @@ class Run:
                         return
                     yield following
         finally:
-            self._obey_late()
+            self._handle_pending_signal()
 
     def _cuts(self, state: State) -> Iterator[State]:
         if self.keeper is not None and self.keeper.settings.keep == "log" and not self.memory.get("has_begun", False):
             self._save(state, has_begun=False)
         state = self._begun(state)
-        left = self.memory.get("left")  # a signal has ended an evaluation of this state
-        before = state.timestamp if left is None else time_from_plain(left["before"])
-        cuts: Iterable[State] = [] if left is None else [self._finished(Event[left["event"]], state, before)]
-        while True:
-            for cut in cuts:
+        while not self._is_over(state):
+            before = state.timestamp
+            for cut in self._epoch(state):
                 if self.keeper is not None and self.keeper.is_due(before, cut.timestamp, self._measured(cut)):
                     self._save(cut)
-                self._obey(cut)
-                before, state = cut.timestamp, cut
-                self._unsaved = cut
+                self._handle_signal(cut)
+                before, state, self._unsaved = cut.timestamp, cut, cut
                 yield cut
-            if self._is_over(state):
-                break
-            cuts = self._epoch(state)
         self._save(state, is_last=True)  # while signals are deferred; afterwards they would interrupt the writing
-        self._obey(state, is_at_end=True)
+        self._handle_signal(state, is_at_end=True)
         self._unsaved = None  # the state after FIT_END is not saved, because a longer run could not continue from it
         end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
         if end is state:
             self._save(state, is_last=True)  # again, with the metrics just measured
-        self._obey(state, is_at_end=True)
+        self._handle_signal(state, is_at_end=True)
         if self.keeper is not None:
             self.keeper.report_missing(state.timestamp)
         yield end
@@ -191,7 +183,7 @@ class Run:
     def _begun(self, state: State) -> State:
         if not self.memory.get("has_begun", False):
             return self._fire(Event.FIT_START, state)
-        return tell(self.observers, Event.FIT_START, state)
+        return notify(self.observers, Event.FIT_START, state)
 
     def _is_over(self, state: State) -> bool:
         """Return whether the run's length or time budget is used up, or a stopping rule has ended the run."""
@@ -201,7 +193,7 @@ class Run:
         """Fire an event for the algorithms, then for the observers, which see the result."""
         if event not in self.step.events:
             state = self.step.fire(event, state)
-        return tell(self.observers, event, state)
+        return notify(self.observers, event, state)
 
     def _evaluate(self, event: Event, state: State, before: Timestamp) -> State:
         """Run the evaluators that are due at an event; at FIT_END, those that have not just run."""
@@ -214,15 +206,9 @@ class Run:
         if not due:
             return state
 
-        def obey(at: Event, _: State) -> None:
-            if at is Event.EVAL_BATCH_END and not self._interrupts.is_common and self._interrupts.received is not None:
-                self._left = {"left": {"event": event.name, "before": time_to_plain(before)}}
-                self._obey(state, saves=event is not Event.FIT_END)  # before that event it was saved
-
         current, found = self._fire(Event.EVAL_BEFORE_ALL, state), {}
         for evaluator in due:
-            observers = *self.observers, obey
-            found |= run_evaluator(evaluator, current, self.eval_step, observers, self.step).metrics
+            found |= run_evaluator(evaluator, current, self.eval_step, self.observers, self.step).metrics
             self._evaluated[id(evaluator)] = state.timestamp.batch
         self._check_decisive(found, state)
         self._fire(Event.EVAL_AFTER_ALL, current)
@@ -278,15 +264,14 @@ class Run:
 
     # Cuts
 
-    def _obey(self, state: State, *, is_at_end: bool = False, saves: bool = True) -> None:
+    def _handle_signal(self, state: State, *, is_at_end: bool = False) -> None:
         """Save the state and end the run if a signal has arrived, in a step of several processes at any of them."""
         if self.keeper is not None and self._interrupts.is_due(state, is_at_end=is_at_end):
-            if saves:
-                self._save(state, is_last=True)
+            self._save(state, is_last=True)
             self._end(state)
 
-    def _obey_late(self) -> None:
-        """Obey a signal after which no check follows, as when it has also ended processes that read the data."""
+    def _handle_pending_signal(self) -> None:
+        """Handle a signal after which no check follows, as when it has also ended processes that read the data."""
         if self.keeper is None or self._interrupts.received is None:
             return
         if self._interrupts.is_common:
@@ -319,7 +304,6 @@ class Run:
             if callable(flush):
                 flush()
         memory: dict[str, Any] = {"has_begun": has_begun, "data": self._described_data}
-        memory |= self._left
         if self._adaptive is not None and self._adaptive.found is not None:
             memory["microbatches"] = self._adaptive.found
         step = self.step if self._adaptive is None else self._adaptive.step

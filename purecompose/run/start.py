@@ -4,22 +4,59 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.messages import warn
+from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
 from purecompose.core.state import State
 from purecompose.data.facts import check_batches, length_of
 from purecompose.data.loaders import StateStream
-from purecompose.run.evaluation import Evaluator, Observer
-from purecompose.run.rules import Adjuster, Stopper, with_memories
+from purecompose.run.evaluation import Evaluator, Observer, check_other_data
+from purecompose.run.rules import Adjuster, Stopper, mode_of, with_memories, with_modes
 from purecompose.run.saving.keeping import Checkpoints
 from purecompose.time import RunLength, Time, TimeUnit
 from purecompose.time.units import named_time
 from purecompose.transforms.compilation import CompiledStep
+
+
+class Settings(NamedTuple):
+    """The settings of a run that decide by metrics or report them, after their checks."""
+
+    evaluators: tuple[Evaluator, ...]
+    observers: tuple[Observer, ...]
+    stoppers: tuple[Stopper, ...]
+    adjusters: tuple[Adjuster, ...]
+    checkpoints: Checkpoints | None
+
+
+def checked(
+    step: Step, state: State, data: Any, evaluate: Any, observers: Any, stop: Any, adjust: Any, checkpoints: Any
+) -> Settings:
+    """Return the settings of a run as tuples, with the modes of their metrics; see `fit` for the arguments."""
+    evaluators = evaluators_in(evaluate)
+    stoppers = watchers_in(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
+    adjusters = watchers_in(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
+    if checkpoints is not None:
+        if not isinstance(checkpoints, Checkpoints):
+            raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(checkpoints)}")
+        check_other_data(evaluators, data)
+    check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
+    reporters = (*evaluators, *step.algorithms)
+    if checkpoints is not None and checkpoints.best is not None:
+        checkpoints = replace(checkpoints, mode=mode_of(checkpoints.best, checkpoints.mode, reporters))
+    if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
+        warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
+    observers = several(
+        observers, "observers", "a function (event, state) -> None", lambda one: is_callable_with(one, 2)
+    )
+    return Settings(
+        evaluators, observers, with_modes(stoppers, reporters), with_modes(adjusters, reporters), checkpoints
+    )
 
 
 def check_arguments(step: Any, state: Any, data: Any, microbatches: Any, resume: Any) -> None:
@@ -69,11 +106,6 @@ def evaluators_in(given: Any) -> tuple[Evaluator, ...]:
 def watchers_in(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
     """Return one or several objects, which need a metric and a method of this name, as a tuple."""
     return several(given, role, example, lambda one: hasattr(one, "metric") and callable(getattr(one, method, None)))
-
-
-def observers_in(given: Any) -> tuple[Observer, ...]:
-    """Return one or several observers as a tuple."""
-    return several(given, "observers", "a function (event, state) -> None", lambda one: is_callable_with(one, 2))
 
 
 def check_metrics(

@@ -91,11 +91,10 @@ def test_processes_share_the_examples():
     assert_as_in_torch(state.params)
 
 
-def test_evaluation_weighs_by_examples_and_cuts_by_the_splitter():
+def test_evaluation_weighs_by_examples():
     net, state = make_net(), make_state()
     expected = torch.cat([net(batch) for batch in BATCHES]).mean().item()
-    for size in (None, 1, 2):
-        assert pc.evaluate(state, BATCHES, microbatch_size=size)["loss"] == pytest.approx(expected, rel=1e-12)
+    assert pc.evaluate(state, BATCHES)["loss"] == pytest.approx(expected, rel=1e-12)
     metrics = {"worst": lambda outputs, targets: outputs.max(), "each": lambda outputs, targets: outputs}
     found = pc.evaluate(state, BATCHES, metrics)
     assert found["each"] == pytest.approx(expected, rel=1e-12)
@@ -133,8 +132,6 @@ def test_a_batch_without_parts_is_counted_and_trained_on_as_a_whole():
         state = step(state, batch)
     assert_as_in_torch(state.params)
     assert state.timestamp.sample == 8
-    with pytest.raises(ValueError, match="cannot be cut into 3 parts: Splitter.* has no part; give it part="):
-        pc.evaluate(state, BATCHES, microbatch_size=2)
     play = played(step, 2)
     with pytest.raises(ValueError, match="data_parallel: the batch would be cut"):
         play(lambda one: one(make_state(splitter=WHOLE), BATCHES[0]))

@@ -22,7 +22,6 @@ from tests.helpers import (
     make_mlp,
     make_state,
     noise,
-    nt_xent,
     recorder,
     run_steps,
 )
@@ -56,29 +55,6 @@ def test_the_numbers_do_not_depend_on_the_batches():
     assert found["accuracy"] == accuracy
     assert found["function"] == pytest.approx(accuracy)
     assert all(type(value) is float for value in found.values())
-
-
-@pytest.mark.parametrize("loss_fn", [pc.losses.cross_entropy, pc.losses.CrossEntropy(ignore_index=1)])
-def test_the_numbers_do_not_depend_on_microbatches(loss_fn):
-    metrics = {"accuracy": pc.metrics.accuracy, "loss": pc.metrics.mean_loss(loss_fn)}
-    state, seen = make_state(make_mlp()), []
-    step = compose(loop_events, [recorder(seen, "slices", Event.EVAL_BATCH_END)])
-    whole = evaluate(state, uneven(), metrics)
-    assert evaluate(state, uneven(), metrics, step=step, microbatch_size=3) == pytest.approx(whole, rel=1e-6)
-    assert len(seen) == 3 + 2 + 1
-    with pytest.raises(ValueError, match="microbatch_size"):
-        evaluate(state, uneven(), microbatch_size=0)
-    with pytest.raises(ValueError, match="stacked one of 2 members: give it smaller batches"):
-        two = pc.stack_states([state, state])
-        evaluate(two, uneven(), step=pc.population(step, 2), microbatch_size=3)
-
-
-def test_a_loss_of_the_whole_batch_is_not_evaluated_in_slices():
-    state = make_state(loss=pc.losses.over_batch(nt_xent))
-    with pytest.raises(ValueError, match="microbatch_size: the loss compares the examples"):
-        evaluate(state, [make_batch()], microbatch_size=4)
-    found = evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy}, microbatch_size=4)
-    assert found == evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])

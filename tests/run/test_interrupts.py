@@ -140,7 +140,7 @@ def test_a_signal_after_the_last_check_still_ends_the_process(
     number: signal.Signals, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    look = Run._obey
+    look = Run._handle_signal
 
     def late(self: Run, state: State, **settings: Any) -> None:
         look(self, state, **settings)
@@ -153,7 +153,7 @@ def test_a_signal_after_the_last_check_still_ends_the_process(
 
     at_the_end = compose(loop_events, [pc.Algorithm("halved", pc.on(Event.FIT_END), halved)])
     last = [*pc.training(at_the_end, start(), BATCHES, duration="1ep")][-2]
-    monkeypatch.setattr(Run, "_obey", late)
+    monkeypatch.setattr(Run, "_handle_signal", late)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         evaluator = pc.Evaluator(BATCHES[:1], every="9ep")  # only at the end
         fit(at_the_end, start(), BATCHES, duration="1ep", evaluate=evaluator, checkpoints=Checkpoints(tmp_path))

@@ -109,7 +109,6 @@ REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
     # Evaluators
     *[(lambda every=every: evaluator(every=every), ValueError, "a positive time") for every in ("0ep", "10sec")],
     *[(lambda every=every: evaluator(every=every), ERRORS, f"every={every!r}: ") for every in (0.5, "often", None)],
-    (lambda: Evaluator([], microbatch_size=0), ValueError, "microbatch_size"),
     (
         lambda: evaluator(metrics=ACCURACY),
         TypeError,

@@ -333,11 +333,6 @@ def test_an_evaluation_is_divided_among_processes(ranks: list[dict[str, Any]]) -
     assert found[0][0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_slices_of_an_evaluation_are_divided_among_processes(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert max(rank[".evaluations"]["slices"][1]) <= 2
-
-
 def test_each_process_measures_all_of_what_is_no_sum(ranks: list[dict[str, Any]]) -> None:
     values, passes = evaluated({"own": pc.metrics.accuracy})
     for rank in ranks:

@@ -133,7 +133,7 @@ _FORMS: dict[str, Any] = {
     "values": {"*": PLAIN},
     "files": {"*": {"bytes": is_count, "sha256": str, "rows?": {"*": [is_count]}}},
     "metrics": {"*": (is_numbers, *PLAIN)},
-    "memory": {**_MEMORY, "left?": {"event": ["BATCH_END", "EPOCH_END"].__contains__, "before": _TIME}},
+    "memory": {**_MEMORY},
 }
 """What each part of an index looks like. What is only shown or compared as a whole may be any plain value."""
 

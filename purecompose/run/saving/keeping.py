@@ -1,7 +1,6 @@
 """The checkpoints of a run: their settings, when they are written, and which are removed."""
 
 import contextlib
-import errno
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from purecompose.errors import CheckpointWarning
 from purecompose.run.rules import mode_of
 from purecompose.run.saving import folder as disk, together
 from purecompose.run.saving.checkpoint import Resumed, Snapshot, snapshot
-from purecompose.run.saving.files import is_whole, library
+from purecompose.run.saving.files import library
 from purecompose.run.saving.folder import Found
 from purecompose.run.saving.leaves import EXTRA, POSITION, check_extra, leaves_of, pack
 from purecompose.run.saving.remote import Mirror, mirror_of
@@ -29,9 +28,6 @@ from purecompose.time.timestamp import Interval, has_passed, interval_or_functio
 @dataclass(frozen=True)
 class Checkpoints:
     """The settings of a run's checkpoints: folder, interval and number.
-
-    If the disk is full at the end of a run, its last checkpoint replaces older ones, the oldest first, unless `keep` is
-    `None`. The best one and at least one complete checkpoint are always kept.
 
     Args:
         folder: Folder of the checkpoints, which are one folder each; it must belong to this run only. Or a URL, such as
@@ -49,9 +45,8 @@ class Checkpoints:
         background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
             are still to be written, a new one replaces the second.
         extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
-            object with `state_dict` and `load_state_dict`, or a tree of lists and dicts with such objects, tensors,
-            arrays and plain values. Each checkpoint includes it as it is then, and `fit(resume=...)` puts it back in
-            its place: tensors and containers are written to.
+            object with `state_dict` and `load_state_dict`, or a dict of such objects. Each checkpoint includes what
+            `state_dict` returns, of tensors, arrays, plain values and containers, and `fit(resume=...)` loads it.
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind.
@@ -116,10 +111,6 @@ def rating_of(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None
     if settings.best is None or not isinstance(value, (int, float)) or value != value:
         return None
     return -value if mode_of(settings.best, settings.mode) == "min" else value
-
-
-def _is_disk_full(error: Exception | None) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def newest(folder: Path | str) -> Path | None:
@@ -276,30 +267,13 @@ class Keeper:
         self._tell()
 
     def keep_last(self, state: State, *others: Any) -> None:
-        """Write the last checkpoint of a run, and wait until it is written; see `Checkpoints` about a full disk.
+        """Write the last checkpoint of a run, and wait until it is written.
 
         Args: see `keep`.
         """
-        while True:
-            self.keep(state, *others)
-            self.settle()
-            self._decide()
-            is_full = self._is_any(_is_disk_full(self._failure)) and not self._is_saved(state.timestamp)
-            if not is_full or not self._is_any(self._is_tidying and self._makes_room(state.timestamp)):
-                return
-
-    def _makes_room(self, now: Timestamp) -> bool:
-        """Remove the oldest checkpoint before a time, unless it is the best or only complete one; return if it did."""
-        with contextlib.suppress(OSError):
-            found = disk.all_in(self.folder)[0] if self.settings.keep is not None else []
-            best = _best_in(found, self.settings)
-            for one in reversed(found):
-                rest = (other for other in found if other is not one)
-                is_needed = one is best or not any(is_whole(other.path, other.index) for other in rest)
-                if one.index.batch < now.batch and not is_needed:
-                    disk.remove(one.path)
-                    return not one.path.exists()
-        return False
+        self.keep(state, *others)
+        self.settle()
+        self._decide()
 
     def report_missing(self, now: Timestamp) -> None:
         """Warn if the final state of a run is not in a checkpoint."""

@@ -33,11 +33,12 @@ _TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES = "!tensor", "!array", "!tuple", "!dict", 
 
 def check_extra(extra: Any) -> None:
     """Raise if what a run keeps outside the state cannot be saved or restored."""
-    if extra is not None and isinstance(extra, (*_PLAIN, bytes, tuple)):
-        raise TypeError(
-            f"Checkpoints: extra={shown(extra)}: expected something that can be restored in its place: an object with "
-            "state_dict and load_state_dict, a tensor, an array, or a list or dict of these and of plain values"
-        )
+    for one in () if extra is None else extra.values() if isinstance(extra, dict) else (extra,):
+        if not _has_state(one):
+            raise TypeError(
+                "Checkpoints: extra: expected an object with state_dict and load_state_dict, or a dict of such "
+                f"objects, got {shown(one)}"
+            )
     pack(extra, EXTRA)
 
 
@@ -81,33 +82,17 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {name: unpack(member, tensors) for name, member in packed.items()}
 
 
-def restore(extra: Any, saved: Any, place: str = "extra") -> Any:
-    """Put saved values back in their place: into objects, tensors and containers; return what now stands there."""
-    if _has_state(extra):
+def restore(extra: Any, saved: Any) -> None:
+    """Load saved values into an object, or into each of a dict."""
+    if not isinstance(extra, dict):
         extra.load_state_dict(saved)
-        return extra
-    if isinstance(extra, Tensor) or _is_array(extra):
-        kind = Tensor if isinstance(extra, Tensor) else type(extra)
-        if not isinstance(saved, kind) or saved.shape != extra.shape or saved.dtype != extra.dtype:
-            raise _misfit(place, saved, extra)
-        with torch.no_grad():
-            extra[...] = saved
-        return extra
-    if isinstance(extra, dict):
-        if not isinstance(saved, dict) or saved.keys() != extra.keys():
-            raise _misfit(place, saved, extra)
-        for key, member in extra.items():
-            extra[key] = restore(member, saved[key], f"{place}[{key!r}]")
-        return extra
-    if isinstance(extra, (list, tuple)):
-        if type(saved) is not type(extra) or len(saved) != len(extra):
-            raise _misfit(place, saved, extra)
-        members = [restore(*pair, f"{place}[{i}]") for i, pair in enumerate(zip(extra, saved, strict=True))]
-        if isinstance(extra, tuple):
-            return tuple(members)
-        extra[:] = members
-        return extra
-    return saved
+        return
+    names = [*saved] if isinstance(saved, dict) else [type(saved).__name__]
+    if {*names} != {*extra}:
+        line = f"extra: {', '.join(map(repr, names))} in the checkpoint, {', '.join(map(repr, extra))} here"
+        raise MismatchError(f"the checkpoint does not fit what the run keeps outside the state: {line}", [line])
+    for name, one in extra.items():
+        one.load_state_dict(saved[name])
 
 
 def _packed(value: Any, place: str, stored: Callable[[Tensor], str]) -> Any:
@@ -152,14 +137,6 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _misfit(place: str, saved: Any, here: Any) -> MismatchError:
-    line = f"{place}: {shown(saved)} in the checkpoint, {shown(here)} here"
-    return MismatchError(f"the checkpoint does not fit what the run keeps outside the state: {line}", [line])
-
-
-_VALUES = (bool, int, float, str, type(None))
-
-
 @runtime_checkable
 class HasRows(Protocol):
     """Tensors by name of which single rows can be read."""
@@ -188,7 +165,7 @@ def leaves_of(state: State) -> Leaves:
     for name, leaf in found.items():
         if isinstance(leaf, Tensor):
             tensors[name] = leaf.detach()
-        elif isinstance(leaf, _VALUES):
+        elif isinstance(leaf, _PLAIN):
             values[name] = leaf
         else:
             raise TypeError(

@@ -37,31 +37,40 @@ def test_values_return_from_json_as_they_were(tree: Any) -> None:
     assert_same(again, tree)
 
 
-def test_trees_are_restored_in_their_place() -> None:
-    net = torch.nn.Linear(2, 1)
-    buffer, array, counts, seen = torch.zeros(3), np.zeros(2), {"games": 0}, [1, 2]
-    extra = {"net": net, "buffer": buffer, "array": array, "counts": counts, "seen": seen}
-    weight = net.weight.detach().clone()
-    packed, tensors = pack(extra, "extra")
+class Holding:
+    """An object that holds one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+def test_one_object_or_several_are_restored() -> None:
+    net, held = torch.nn.Linear(2, 1), Holding((np.zeros(2), [1, {"games": torch.zeros(1)}]))
+    weight, value = net.weight.detach().clone(), held.value
+    packed, tensors = pack({"net": net, "held": held}, "extra")
     with torch.no_grad():
         net.weight.zero_()
-    buffer += 1
-    array += 1
-    counts["games"], seen[:] = 7, [3, 4]
-    restore(extra, unpack(packed, tensors))
-    assert_same(net.weight.detach(), weight)
-    assert (buffer.tolist(), array.tolist(), counts, seen) == ([0, 0, 0], [0, 0], {"games": 0}, [1, 2])
-    for other in ({"buffer": torch.zeros(3)}, {**extra, "buffer": torch.zeros(4)}, {**extra, "seen": [1]}):
-        with pytest.raises(MismatchError, match="extra.* in the checkpoint, .* here"):
-            restore(other, unpack(packed, tensors))
+    held.value = None
+    restore({"net": net, "held": held}, unpack(packed, tensors))
+    assert_same((net.weight.detach(), held.value), (weight, value))
+    restore(held, 3)
+    assert held.value == 3
+    with pytest.raises(MismatchError, match="extra: 'net', 'held' in the checkpoint, 'held' here"):
+        restore({"held": held}, unpack(packed, tensors))
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"env": object()}, r"extra\['env'\]: expected a tensor, .* or an object with state_dict .* got <object"),
-        ([np.array(["a"])], r"extra\[0\] has the dtype <U1"),
-        (3, "expected something that can be restored in its place"),
+        ({"env": object()}, "expected an object with state_dict and load_state_dict, or a dict .* got <object"),
+        (Holding(np.array(["a"])), r"extra.state_dict\(\) has the dtype <U1"),
+        (3, r"got 3 \(int\)"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_the_run(extra: Any, message: str) -> None:

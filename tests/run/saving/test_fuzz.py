@@ -112,7 +112,7 @@ def test_every_forged_value_of_an_index_is_damage_or_harmless(tmp_path: pathlib.
     step = compose(loop_events, [pc.algorithms.mixup(0.2)])
     state = like = step.init(make_state(duration="1ep"))
     batches = [make_batch(0), make_batch(1)]
-    kept = pc.Checkpoints(tmp_path, "1ba", extra=[torch.ones(2), {"a": 1}], background=False)
+    kept = pc.Checkpoints(tmp_path, "1ba", extra=torch.nn.Linear(2, 1), background=False)
     pc.fit(step, state, batches, checkpoints=kept)
     newest = pc.saving.newest(tmp_path)
     assert newest is not None

@@ -246,10 +246,8 @@ class _Interrupting:
             yield batch
 
 
-@pytest.mark.parametrize(
-    ("every", "number", "batch"), [("1ep", 2, 8), ("1ep", 3, 12), ("3ba", 1, 3), ("2ba", 2, 4), ("7ep", 1, 12)]
-)
-def test_a_signal_ends_an_evaluation_which_is_repeated(
+@pytest.mark.parametrize(("every", "number", "batch"), [("1ep", 2, 8), ("3ba", 1, 3), ("2ba", 2, 4)])
+def test_a_signal_during_an_evaluation_ends_the_run_after_it(
     every: str, number: int, batch: int, tmp_path: pathlib.Path
 ) -> None:
     def run(data: Any, folder: str, resume: str | None = None) -> tuple[State, list[Any]]:
@@ -273,7 +271,7 @@ def test_a_signal_ends_an_evaluation_which_is_repeated(
     data = _Interrupting(number)
     with pytest.raises(SystemExit) as caught:
         run(data, "ended")
-    assert f"ba{batch:08d}" in caught.value.__notes__[0] and data.num_read < len(BATCHES)
+    assert f"ba{batch:08d}" in caught.value.__notes__[0] and data.num_read == len(BATCHES)
     found, found_records = run(BATCHES, "ended", resume="auto")
     assert_same(found, expected)
     assert found_records == records
@@ -282,4 +280,4 @@ def test_a_signal_ends_an_evaluation_which_is_repeated(
 
 def metrics_of(folder: pathlib.Path) -> dict[str, Any]:
     indexes = {path.name: json.loads((path / "index.json").read_text()) for path in sorted(folder.iterdir())}
-    return {name: (index["metrics"], "left" in index["memory"]) for name, index in indexes.items()}
+    return {name: index["metrics"] for name, index in indexes.items()}
