@@ -58,7 +58,7 @@ class Settings:
     """The settings of a run. Together they define the bits of its result.
 
     Attributes:
-        data: Training and test data: digits, an MNIST-like .npz file, a folder of IDX files or of images by class, a
+        data: Training and test data: digits, an MNIST-like .npz file, a folder of images by class, a
             text file *.txt, or my_module:my_data.
         length: For text: characters per window, which is one example (default: 128).
         vocabulary: For text: the characters in the order of their numbers (default: the file's, sorted).

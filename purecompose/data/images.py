@@ -1,17 +1,13 @@
 """Small image sets, read from local files: nothing is downloaded.
 
-`load` reads the digits in scikit-learn, `.npz` archives, folders in the IDX format of MNIST, and folders of images.
+`load` reads the digits in scikit-learn, `.npz` archives and folders of images.
 The result always has the same form: inputs normalised per channel with the mean and the standard deviation of the
 training images, targets as class indices.
 """
 
-import gzip
-import math
-import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +23,6 @@ _DIGITS_SEED = 0
 
 # The common names of the four arrays in an archive.
 _NPZ_KEYS = (("x_train", "y_train", "x_test", "y_test"), ("train_images", "train_labels", "test_images", "test_labels"))
-_IDX_FILES = {"train-images": 3, "train-labels": 1, "t10k-images": 3, "t10k-labels": 1}
-"""The first part of each file's name, and the number of its axes."""
-_IDX_UINT8 = 0x08
-_PIECE = 2**20
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 _TESTS = ("test", "val", "valid", "validation")
 
@@ -65,15 +57,13 @@ def load(name_or_path: str | Path) -> ImageData:
             * a file ending in `.npz` with the arrays x_train, y_train, x_test, y_test (or train_images,
               train_labels, test_images, test_labels), images `(num, height, width)` or
               `(num, height, width, channels)`;
-            * a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
-              t10k-labels-idx1-ubyte, plain or with `.gz`;
             * a folder with images of one size by class, `train/CLASS/*.png` and `test/CLASS/*.png` (or `val`), which
               requires pillow.
 
     Raises:
         ValueError: The name is unknown, or the content of a file does not match its format; the message names
             the file.
-        FileNotFoundError: A folder lacks one of the four files, or images for testing.
+        FileNotFoundError: A folder lacks images for training or testing.
         ImportError: Scikit-learn, numpy or pillow is required and not installed.
 
     Example:
@@ -85,17 +75,14 @@ def load(name_or_path: str | Path) -> ImageData:
         return _NAMED[name_or_path]()
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        has_classes = (path / "train").is_dir() and bool(_classes(path / "train"))
-        return _load_folders(path) if has_classes else _load_idx(path)
+        return _load_folders(path)
     if path.is_file() and path.suffix == ".npz":
         return _load_npz(path)
     if path.is_file():
-        raise ValueError(f"data.load: {path} is neither an .npz archive nor a folder with IDX files or images")
-    close = get_close_matches(str(name_or_path), _NAMED, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"data.load: {path} is neither an .npz archive nor a folder with images")
     raise ValueError(
         f"data.load: no data set is called {str(name_or_path)!r}, and no such file or folder exists. Known "
-        f"are {', '.join(map(repr, _NAMED))}, the paths of .npz archives and of folders with IDX files or images.{hint}"
+        f"are {', '.join(map(repr, _NAMED))}, the paths of .npz archives and of folders with images"
     )
 
 
@@ -154,47 +141,6 @@ def _channels_first(path: Path, images: Tensor) -> Tensor:
     )
 
 
-def _load_idx(folder: Path) -> ImageData:
-    train, train_labels, test, test_labels = (_read_idx(folder, *file) for file in _IDX_FILES.items())
-    return _image_data(str(folder), train.unsqueeze(1), train_labels, test.unsqueeze(1), test_labels)
-
-
-def _read_idx(folder: Path, stem: str, num_axes: int) -> Tensor:
-    """Read one IDX file: two zero bytes, a type, the number of axes, big-endian sizes, then the values."""
-    name, header = f"{stem}-idx{num_axes}-ubyte", struct.Struct(f">{1 + num_axes}I")
-    path = next((found for found in (folder / name, folder / f"{name}.gz") if found.is_file()), None)
-    if path is None:
-        raise FileNotFoundError(f"data.load: the folder {folder} has neither {name} nor {name}.gz")
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = bytearray(file.read(header.size))  # torch accepts it without a warning, unlike bytes
-            if len(content) < header.size:
-                raise ValueError(f"data.load: {path} ends within its header: {len(content)} of {header.size} bytes")
-            magic, *shape = header.unpack(content)
-            # In pieces, since a damaged header may declare any size; and at most one byte more, since a small file may
-            # unpack to any size.
-            num = math.prod(shape)
-            while piece := file.read(min(_PIECE, header.size + num + 1 - len(content))):
-                content += piece
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"data.load: {path} cannot be unpacked: {error}") from error
-    expected = (_IDX_UINT8 << 8) + num_axes
-    if magic != expected:
-        raise ValueError(
-            f"data.load: {path} starts with the magic number {magic}, expected {expected} "
-            f"(unsigned bytes, {num_axes} axes)"
-        )
-    found, sizes = len(content) - header.size, " x ".join(map(str, shape))
-    if found != num:
-        came = "more" if found > num else found
-        raise ValueError(
-            f"data.load: {path} should hold {sizes} = {num} values, got {came}; the file is cut off or damaged"
-        )
-    if not num:
-        raise ValueError(f"data.load: {path} holds no examples: its sizes are {sizes}")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=header.size).reshape(shape)
-
-
 def _load_folders(folder: Path) -> ImageData:
     """Read images in folders by class: `train/cat/1.png`, `train/dog/7.jpg`, ..., and likewise in `test` or `val`.
 
@@ -202,9 +148,11 @@ def _load_folders(folder: Path) -> ImageData:
     none has colours.
     """
     test = next((folder / name for name in _TESTS if (folder / name).is_dir()), None)
-    if test is None:
-        raise FileNotFoundError(f"data.load: {folder} has a folder train, and none of {', '.join(_TESTS)}")
-    names = _classes(folder / "train")
+    names = _classes(folder / "train") if (folder / "train").is_dir() else []
+    if test is None or not names:
+        raise FileNotFoundError(
+            f"data.load: {folder}: expected images by class, train/CLASS/*.png, and {' or '.join(_TESTS)}/CLASS/*.png"
+        )
     strange = sorted(set(_classes(test)) - set(names))
     if strange:
         raise ValueError(f"data.load: {test} has classes that {folder / 'train'} lacks: {', '.join(strange)}")

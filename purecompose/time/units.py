@@ -61,9 +61,8 @@ _UNITS = ", ".join(unit.value for unit in TimeUnit)
 class Time:
     """A span of training: a value and a unit, as in `Time(5, "ep")` or `Time.parse("5ep")`.
 
-    The value is an int, or a float for `dur`. Sums, differences, remainders and order are defined
-    within one unit; a bare number gets the unit of the other operand, and a string is parsed. `time / time`
-    is a `dur`, `time * dur` keeps the unit of the time, and results that must be whole are rounded toward zero.
+    The value is an int, or a float for `dur`. Times of one unit are ordered; a bare number gets the unit of the time
+    that it is compared with, and a string is parsed. `time * number` is rounded toward zero if it must be whole.
     Equality never converts or raises: times of different units, strings and numbers are unequal, so that containers of
     times can be compared. A time of value 0 is false.
 
@@ -74,11 +73,11 @@ class Time:
     Raises:
         TypeError: The value is not whole, in another unit than `dur`.
         ValueError: The unit is unknown, or a `dur` is not finite.
-        UnitError: Two times in an operation have different units.
+        UnitError: Two times that are compared have different units.
 
     Example:
-        >>> Time.parse("2ep") * 1.5, str(Time(1, "ep") / Time(4, "ep"))
-        (Time(3, TimeUnit.EPOCH), '0.25dur')
+        >>> Time.parse("2ep") * 1.5, Time(3, "ep") < "4ep"
+        (Time(3, TimeUnit.EPOCH), True)
     """
 
     value: int | float
@@ -151,12 +150,6 @@ class Time:
     def __str__(self) -> str:
         return f"{self.value}{self.unit.value}"
 
-    def __int__(self) -> int:
-        return int(self.value)
-
-    def __float__(self) -> float:
-        return float(self.value)
-
     def __bool__(self) -> bool:
         return self.value != 0
 
@@ -172,74 +165,25 @@ class Time:
     def __ge__(self, other: TimeLike | float) -> bool:
         return self._ordered(operator.ge, ">=", other)
 
-    def __add__(self, other: TimeLike | float) -> Time:
-        return self._combined(operator.add, "+", other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: TimeLike | float) -> Time:
-        return self._combined(operator.sub, "-", other)
-
-    def __rsub__(self, other: TimeLike | float) -> Time:
-        return self._combined(lambda mine, theirs: theirs - mine, "-", other)
-
-    def __mod__(self, other: TimeLike | float) -> Time:
-        return self._combined(operator.mod, "%", other)
-
-    def __mul__(self, other: TimeLike | float) -> Time:
-        if is_number(other):
-            return self._scaled(other)
-        if not isinstance(other, Time | str):
+    def __mul__(self, factor: float) -> Time:
+        if not is_number(factor):
             return NotImplemented
-        other = Time.of(other)
-        if other.unit is TimeUnit.DURATION:
-            return self._scaled(other.value)
-        if self.unit is TimeUnit.DURATION:
-            return other._scaled(self.value)
-        raise UnitError(f"{self} * {other}: one of two times that are multiplied must be a fraction (dur)")
+        value = self.value * factor
+        is_exact = self.unit is TimeUnit.DURATION or isinstance(value, int)
+        return Time(value if is_exact else int(snapped(value)), self.unit)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: TimeLike | float) -> Time:
-        if is_number(other):
-            if isinstance(self.value, int) and isinstance(other, int):  # exact, also beyond 2**53
-                quotient = abs(self.value) // abs(other)
-                return Time(quotient if (self.value < 0) == (other < 0) else -quotient, self.unit)
-            return self._like(self.value / other)  # pyright: ignore[reportOperatorIssue]
-        if not isinstance(other, Time | str):
-            return NotImplemented
-        return Time(self.value / self._same_unit("/", Time.of(other)).value, TimeUnit.DURATION)
-
-    def __neg__(self) -> Time:
-        return Time(-self.value, self.unit)
-
-    def __pos__(self) -> Time:
-        return self
-
-    def _like(self, value: float) -> Time:
-        exact = self.unit is TimeUnit.DURATION or isinstance(value, int)
-        return Time(value if exact else int(snapped(value)), self.unit)
-
-    def _scaled(self, factor: Any) -> Time:
-        return self._like(self.value * factor)
-
-    def _ordered(self, compare: Callable, sign: str, other: TimeLike | float) -> bool:
+    def _ordered(self, compare: Callable[[Any, Any], bool], sign: str, other: TimeLike | float) -> bool:
         if not (is_number(other) or isinstance(other, Time | str)):
             return NotImplemented
-        return compare(self.value, self._same_unit(sign, Time.of(other, self.unit)).value)
-
-    def _combined(self, combine: Callable, sign: str, other: TimeLike | float) -> Time:
-        if not (is_number(other) or isinstance(other, Time | str)):
-            return NotImplemented
-        return Time(combine(self.value, self._same_unit(sign, Time.of(other, self.unit)).value), self.unit)
-
-    def _same_unit(self, sign: str, other: Time) -> Time:
+        other = Time.of(other, self.unit)
         if other.unit is not self.unit:
             raise UnitError(
                 f"{self} {sign} {other}: {self.unit.value} and {other.unit.value} cannot be converted "
                 "without a run; write both in one unit, or ask Timestamp.reached or RunLength.in_batches"
             )
-        return other
+        return compare(self.value, other.value)
 
 
 TimeLike: TypeAlias = Time | str | tuple[float, TimeUnit | str]

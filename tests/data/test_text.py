@@ -1,6 +1,5 @@
 """Text as tokens in windows: every token occurs once, and each label is the next token."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
 
-from purecompose import State, compose, evaluate, losses, metrics, optim
-from purecompose.algorithms import label_smoothing, selective_backprop, seq_length_warmup
-from purecompose.core.loop import loop_events
+from purecompose import losses
 from purecompose.data import CharacterVocabulary, arrays, load_text, text_windows
 from purecompose.nn.layers import ClassesSecond
 from purecompose.random import key
@@ -138,21 +135,6 @@ def test_batches_with_keys_equal_those_without(seed: int, batch_size: int, start
     assert named.to("cpu").names == NAMES
 
 
-def test_perplexity_is_the_exponential_of_the_mean_loss() -> None:
-    generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
-    targets = torch.randint(4, (5, 6), generator=generator)
-    metric = metrics.perplexity()
-    acc = metric.init()
-    for cut in (slice(0, 2), slice(2, 5)):
-        acc = metric.update(acc, outputs[cut], targets[cut])
-    chosen = outputs.softmax(1).gather(1, targets[:, None])
-    expected = math.exp(-chosen.log().mean().item())
-    assert metric.compute(acc).item() == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(TypeError, match="expected a loss"):
-        metrics.perplexity(3)  # pyright: ignore[reportArgumentType]
-
-
 def test_classes_come_second_and_nothing_else_changes() -> None:
     embedding = torch.nn.Embedding(9, 7)
     ids = torch.arange(8).reshape(2, 4)
@@ -160,36 +142,6 @@ def test_classes_come_second_and_nothing_else_changes() -> None:
     assert torch.equal(outputs, embedding(ids).transpose(1, 2)) and outputs.shape == (2, 7, 4)
     rows = F.cross_entropy(embedding(ids).reshape(8, 7), ids.flatten() % 7)
     assert losses.cross_entropy(outputs, ids % 7).item() == pytest.approx(rows.item(), rel=1e-6)
-
-
-def test_methods_for_sequences_take_the_batches() -> None:
-    text = "abcdefgh" * 40
-    vocabulary = CharacterVocabulary.of(text)
-    inputs, labels = text_windows(vocabulary.encode(text), 10)
-    data = arrays(inputs, labels, 8, drop_last=True, names=NAMES)
-    torch.manual_seed(0)
-    state = State.create(
-        ClassesSecond(torch.nn.Embedding(8, 8)),
-        loss=losses.cross_entropy,
-        optimizer=optim.sgd(8.0),
-        duration="40ba",
-        input_field="input_ids",
-        target_field="labels",
-    )
-    warmup, selective = seq_length_warmup(0.5, 4, 10, 3), selective_backprop(0.0, 1.0, 0.5)
-    step = compose(loop_events, [warmup, selective, label_smoothing(0.01)])
-    state, lengths = step.init(state), []
-    before = evaluate(state, data, {"perplexity": metrics.perplexity(), "accuracy": metrics.accuracy})
-    for epoch in range(14):
-        for batch in data.epoch(state.key, epoch):
-            if not state.timestamp.is_finished():
-                state = step(state, batch)
-                lengths.append(int(state.metrics["seq_length_warmup/curr_seq_len"]))
-    after = evaluate(state, data, {"perplexity": metrics.perplexity(), "accuracy": metrics.accuracy})
-    assert lengths == [4] * 10 + [7] * 10 + [10] * 20
-    assert state.timestamp.token == 40 * 8 * 10
-    # The text is a cycle of eight characters, which a table of next characters predicts exactly.
-    assert before["accuracy"] < 0.5 and after["accuracy"] == 1.0 and after["perplexity"] < 1.5
 
 
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare is not on this machine")

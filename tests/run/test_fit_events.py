@@ -166,21 +166,6 @@ def test_number_of_evaluations_by_interval(every, duration, expected, is_sized):
     assert len(set(log)) == expected
 
 
-@pytest.mark.parametrize(("every", "expected"), [("1tok", 7), ("24tok", 4), ("25tok", 3), ("100tok", 1)])
-def test_intervals_in_tokens(every, expected):
-    state, data = token_setting()
-    log = []
-    fit(
-        compose(loop_events),
-        state,
-        data,
-        duration="7ba",
-        evaluate=Evaluator(data[:1], every=every),
-        observers=[lambda event, _: log.append(event)],
-    )
-    assert log.count(Event.EVAL_START) == expected
-
-
 @pytest.mark.parametrize("is_sized", [True, False])
 def test_a_function_as_interval_is_called_once_for_a_point_in_time(is_sized):
     asked, data = [], make_batches(3)

@@ -2,19 +2,16 @@
 
 import dataclasses
 import types
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from hypothesis import assume, given, strategies as st
 
 from purecompose import optim
 from purecompose.optim.guarded import Guarded
 from purecompose.schedule import (
     Schedule,
-    collect,
     constant,
     cosine,
     cosine_warm_restarts,
@@ -95,19 +92,6 @@ def test_otherwise_a_warm_up_keeps_its_length_and_the_curve_has_no_jump(t: int, 
     )  # times are doubled, so that all of them are integers
 
 
-@pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_a_stretched_warm_up_reaches_exactly_the_top(ratio: float) -> None:
-    curve = cosine(t_max="40ba", warmup="4ba").scaled(ratio, scale_warmup=True)
-    assert [at(curve, t * ratio, ratio) for t in (0, 2, 4)] == [0, 0.5, 1]
-    assert at(curve, LENGTH * ratio, ratio) == 0
-
-
-@given(t=batches, ratio=st.sampled_from(RATIOS), gamma=st.sampled_from([0.9, 0.5]))
-def test_an_exponential_decay_is_that_of_a_longer_time(t: int, ratio: float, gamma: float) -> None:
-    found = at(exponential(gamma).scaled(ratio), t)
-    assert found == pytest.approx(gamma ** (t / PER_EPOCH / ratio), rel=1e-12)
-
-
 @given(ratio=st.floats(0.01, 10), size=st.integers(1, 40), t=batches)
 def test_times_are_not_rounded(ratio: float, size: int, t: int) -> None:
     assume(min(Fraction(t) / (Fraction(ratio) * size) % 1, 1 - Fraction(t) / (Fraction(ratio) * size) % 1) > 1e-9)
@@ -118,14 +102,6 @@ def test_times_are_not_rounded(ratio: float, size: int, t: int) -> None:
 def test_times_that_are_whole_are_not_missed_by_rounding_errors() -> None:
     curve = multi_step(["70ba"]).scaled(0.1)  # 70 * 0.1 is 7.000000000000001
     assert curve(Timestamp(batch=7)) == step("70ba").scaled(0.1)(Timestamp(batch=7)) == 0.1
-
-
-def test_short_schedules_do_not_collapse() -> None:
-    curve = multi_step(["1ep", "2ep"], 0.5).scaled(0.25)  # after 1 and 2 of the 4 batches of an epoch
-    assert [at(curve, t) for t in range(4)] == [1, 0.5, 0.25, 0.25]
-    assert [at(cosine(t_max="4ba").scaled(0.5), t) for t in range(3)] == pytest.approx([1, 0.5, 0])
-    restarts = cosine_warm_restarts("2ba").scaled(0.25)  # half a batch each
-    assert [at(restarts, t) for t in range(3)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("schedule", [*UNWARMED, *WARMED], ids=repr)
@@ -201,23 +177,6 @@ def test_all_schedules_of_a_tree_are_stretched() -> None:
     optimizer = Guarded(optim.adamw(0.1 * old, weight_decay=old, groups=groups))
     groups = {"*.bias": {"lr": 0.2 * new, "weight_decay": 0.0}}
     assert scaled(optimizer, 0.5) == Guarded(optim.adamw(0.1 * new, weight_decay=new, groups=groups))
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda lr: optim.decoupled_sgdw(lr, momentum=0.9, weight_decay=lr),
-        lambda lr: optim.adam(lr, groups={"*.bias": {"lr": lr}}),
-        lambda lr: optim.muon(lr, weight_decay=0.1),
-        lambda lr: optim.by_pattern({"*.bias": optim.sgd(lr)}, optim.lion(0.5 * lr)),
-        lambda lr: optim.from_torch(torch.optim.Adadelta, lr=lr),
-        lambda lr: Guarded(optim.rmsprop(lr)),
-    ],
-)
-def test_a_stretched_optimizer_is_the_one_of_stretched_schedules(made: Callable[[Any], Any]) -> None:
-    curve = sequence([linear(0.0, 1.0), step("4ep")], ["1ep"])
-    expected = made(0.1 * curve.scaled(0.5))
-    assert scaled(made(0.1 * curve), 0.5) == expected and collect(expected, Schedule) == (curve.scaled(0.5),)
 
 
 def test_objects_with_nothing_to_stretch_are_returned_unchanged() -> None:

@@ -249,36 +249,6 @@ def test_the_simplified_predicate_agrees_throughout_a_stretch(data: st.DataObjec
                     assert left(event, at_time(time)) is predicate(event, at_time(time))
 
 
-@pytest.mark.parametrize(
-    ("predicate", "left", "end"),
-    [
-        (after("7ba"), NEVER, 7),
-        (after("6ba"), ALWAYS, math.inf),
-        (before(0.5), ALWAYS, 10),
-        (through("7ba"), ALWAYS, 8),
-        (between("2ba", "17ba"), ALWAYS, 17),
-        (between("8ba", "17ba"), NEVER, 8),
-        (after("2ep"), NEVER, math.inf),
-        (after("1ep"), ALWAYS, math.inf),
-        (after(0.5) & every(2), NEVER, 10),
-        (before(0.5) & every(2), every(2), 10),
-        (before("0.9dur") | every(2), ALWAYS, 18),
-        (after(0.9) | every("1ep"), every("1ep"), 18),
-        (every("1ep", since="6ba"), every("1ep", since="6ba"), math.inf),
-        (every("0.125dur"), every("0.125dur"), math.inf),
-        (after("3sp"), after("3sp"), math.inf),
-    ],
-    ids=repr,
-)
-def test_a_predicate_that_cannot_change_in_a_stretch_is_settled(
-    predicate: Predicate, left: Predicate, end: float
-) -> None:
-    time = points(RUN, 7)[-1]
-    assert time.batch == 6
-    settled, until = predicate.during(time)
-    assert (repr(settled), until) == (repr(left), end)
-
-
 @pytest.mark.parametrize("options", [{}, {"in_epoch": True}, {"since": "0ba"}, {"since": "33ba"}, {"since": "200ba"}])
 @pytest.mark.parametrize(("length", "is_settled"), [(63, False), (64, True), (70, True)])
 def test_a_long_interval_is_settled_between_its_turns(length: int, is_settled: bool, options: dict[str, Any]) -> None:

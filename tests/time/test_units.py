@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import operator
-from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, strategies as st
@@ -152,30 +150,12 @@ def test_errors_for_unreadable_times_name_the_argument() -> None:
         named_time(0.5, "ema: half_life", TimeUnit.BATCH, share="write smoothing=")
 
 
-def test_algebra() -> None:
-    ep = TimeUnit.EPOCH
-    one, two, three = Time(1, ep), Time(2, ep), Time(3, ep)
-    assert one + two == three and one + "2ep" == three and "1ep" + two == three and one + 2 == three == 2 + one
-    assert two - one == one and one - two == Time(-1, ep) and 3 - one == two and "3ep" - one == two
-    assert Time(0.5, "dur") * two == one == two * Time(0.5, "dur") == "0.5dur" * two
-    assert 0.5 * two == one and two / 2 == one and Time(5, ep) / 2 == two and Time(-5, ep) / 2 == -two
-    assert Time(0.5, "dur") * 2 == Time(1.0, "dur") and one / two == Time(0.5, "dur") == one / "2ep"
-    assert Time(0.5, "dur") * Time(0.5, "dur") == Time(0.25, "dur")
-    assert three % three == Time(0, ep) and three % two == one
-    assert one < two <= 2 <= two > "1ep" and two >= one and not two < two
-    assert +one is one and int(two) == 2 and float(two) == 2.0
-
-
 @given(wholes, wholes, st.sampled_from(COUNTED))
-def test_sums_differences_and_order_follow_the_values(a: int, b: int, unit: TimeUnit) -> None:
+def test_order_follows_the_values(a: int, b: int, unit: TimeUnit) -> None:
     x, y = Time(a, unit), Time(b, unit)
-    assert (x + y).value == a + b and (x + y) - y == x
     for compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
         assert compare(x, y) == compare(a, b)
-    if b:
-        assert (x * b) / b == x
-        assert (x / b).value == math.trunc(Fraction(a, b))
-        assert (x % y).value == a % b
+    assert (x * b).value == a * b == (b * x).value
 
 
 def test_scaling_has_no_rounding_errors() -> None:
@@ -189,15 +169,9 @@ def test_scaling_has_no_rounding_errors() -> None:
 def test_units_do_not_mix(x: Time, y: Time) -> None:
     assume(x.unit is not y.unit)
     assert x != y and not x == y
-    for op in (operator.add, operator.sub, operator.mod, operator.truediv):
-        with pytest.raises(UnitError):
-            op(x, y)
     for compare in (operator.lt, operator.le, operator.gt, operator.ge):
         with pytest.raises(UnitError):
             compare(x, str(y))
-    if TimeUnit.DURATION not in (x.unit, y.unit):
-        with pytest.raises(UnitError, match="must be a fraction"):
-            _ = x * y
 
 
 def test_unit_error_names_both_sides() -> None:
@@ -210,19 +184,13 @@ def test_values_that_are_not_times_are_a_type_error() -> None:
     one = Time(1, "ep")
     with pytest.raises(TypeError):
         _ = one < 1.5
-    operations: list[Any] = [operator.add, operator.sub, operator.mul, operator.truediv, operator.mod]
-    for op in [*operations, operator.lt]:
+    for op in (operator.mul, operator.lt):
         with pytest.raises(TypeError):
             op(one, None)
-    with pytest.raises(TypeError):
-        _ = 2 / one  # pyright: ignore[reportOperatorIssue]
 
 
 def test_zero() -> None:
     assert not Time(0, "ep") and Time(1, "ep")
-    for divisor in (0, 0.0, Time(0, "ep")):
-        with pytest.raises(ZeroDivisionError):
-            _ = Time(1, "ep") / divisor
 
 
 def test_equality_is_plain_and_times_are_frozen() -> None:

@@ -191,17 +191,6 @@ def test_patterns_leave_parts_of_a_checkpoint_to_the_template(tmp_path: pathlib.
         pc.load(tmp_path / "one", like, ignore="state/*")
 
 
-def test_everything_but_parameters_can_be_left_out(tmp_path: pathlib.Path) -> None:
-    trained = pc.fit(compose(loop_events), adam(nn.Linear(4, 3)), TRAIN)
-    pc.save(trained.replace(frozen=["bias"]), tmp_path / "one")
-    like = adam(nn.Linear(4, 3))
-    ignore = ["opt_state.*", "timestamp", "loss", "key", "hparams.*", "params.bias"]
-    found = pc.load(tmp_path / "one", like, ignore=ignore)
-    assert_same(found.params["weight"], trained.params["weight"])
-    assert_same(found.opt_state, like.opt_state)
-    assert found.context.frozen == frozenset()
-
-
 def test_a_part_of_the_state_without_tensors_can_be_left_out(tmp_path: pathlib.Path) -> None:
     plain = make_state(nn.Linear(4, 3), optimizer=optim.sgd(0.1))
     pc.save(plain, tmp_path / "one")
@@ -291,17 +280,6 @@ def test_standardized_filters_can_be_loaded_into_a_plain_network_on_request(tmp_
         found = pc.saving.load_weights(path, plain, strict=False)
     inputs = torch.ones(2, 2, 6, 6)
     assert not torch.allclose(found.forward(inputs), changed.forward(inputs))
-
-
-def test_other_settings_of_modules_are_a_warning(tmp_path: pathlib.Path) -> None:
-    one, other = (make_state(nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(slope))) for slope in (0.1, 0.2))
-    path = pc.saving.save_weights(one, tmp_path / "net.safetensors")
-    pc.save(one, tmp_path / "one")
-    expected = r"model: 1: LeakyReLU\(negative_slope=0.1\) in the {}, LeakyReLU\(negative_slope=0.2\) here"
-    with pytest.warns(pc.errors.CheckpointWarning, match=expected.format("file")):
-        pc.saving.load_weights(path, other)
-    with pytest.warns(pc.errors.CheckpointWarning, match=expected.format("checkpoint")):
-        pc.load(tmp_path / "one", other)
 
 
 def test_a_replaced_module_is_one_difference_whatever_it_contains(tmp_path: pathlib.Path) -> None:

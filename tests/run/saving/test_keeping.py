@@ -96,18 +96,6 @@ def test_the_newest_and_the_best_are_kept(settings: Checkpoints, left: list[int]
     assert [one.index.batch for one in all_of_them if one not in gone] == left
 
 
-def test_a_run_keeps_its_last_and_its_best(tmp_path: pathlib.Path) -> None:
-    evaluator = Evaluator(BATCHES[:1], {"accuracy": pc.metrics.accuracy}, every="1ba")
-    settings = Checkpoints(tmp_path, every="1ba", keep=2, best="eval/accuracy", background=False)
-    seen = {}
-    for state in training(step(), start(), BATCHES, evaluate=evaluator, checkpoints=settings):
-        at = pc.saving.newest(tmp_path)
-        assert at is not None
-        seen[state.timestamp.batch] = pc.saving.read_index(at).metrics["eval/accuracy"]
-    best = max(seen, key=lambda batch: (seen[batch], -batch))
-    assert [int(name.partition("-ba")[2]) for name in names(tmp_path)] == sorted({best, 11, 12})
-
-
 # Resuming
 
 

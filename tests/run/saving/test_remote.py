@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import purecompose as pc
 from purecompose import compose, loop_events, tree
@@ -150,12 +149,6 @@ def breaking(monkeypatch: pytest.MonkeyPatch, num_failures: float) -> list[str]:
     return tried
 
 
-def test_sending_is_tried_again(monkeypatch):
-    tried = breaking(monkeypatch, 2)
-    run("memory://again/run", "2ba")
-    assert len(tried) == 4 and len(names("memory://again/run")) == 2
-
-
 def test_what_cannot_be_sent_stays_in_the_local_copy(monkeypatch):
     before = local_copies()
     breaking(monkeypatch, float("inf"))
@@ -222,21 +215,6 @@ def test_a_damaged_object_is_never_loaded(url):
         assert "purecompose-" not in str(raised.value.__cause__)
     with pytest.warns(pc.errors.CheckpointWarning, match=f"{damaged}/.* put aside, and continuing from {older}"):
         assert tree.equal(run(f"{url}/damaged", "8ba").params, whole.params)
-
-
-def test_differences_are_those_of_the_url(recwarn):
-    run("memory://fits/run", "2ba")
-    url = "memory://fits/run/ep0000-ba00000002"
-    other = make_state(torch.nn.Linear(4, 3))
-    for load in (lambda: pc.load(url, other), lambda: run("memory://fits/run", "4ba", state=other)):
-        with pytest.raises(pc.errors.MismatchError, match=f"^{url} does not fit this state"):
-            load()
-    pc.load(url, make_state(optimizer=pc.optim.sgd(0.7, momentum=0.9)))
-    assert str(recwarn.pop(pc.errors.CheckpointWarning).message).startswith(f"{url} is loaded with differences")
-    with pytest.raises(pc.errors.CheckpointError, match=f"^memory://fits/run is a folder .* the newest is {url}"):
-        pc.load("memory://fits/run", make_state())
-    with pytest.raises(FileExistsError, match="^memory://fits/run holds checkpoints"):
-        run("memory://fits/run", "1ba", resume=None)
 
 
 PROGRAM = """
@@ -373,21 +351,6 @@ def test_a_command_names_a_damaged_checkpoint_and_the_whole_one_before(sent, cap
     assert f"{newest}/state.safetensors has 4 bytes" in error and f"whole one is {older}\n" in error
     assert main(["evaluate", sent, "--checkpoint", "best-ever"]) == 2
     assert f"{sent}/checkpoints has no best-ever" in capsys.readouterr().err
-
-
-def test_a_command_names_tensors_that_cannot_be_read(sent, monkeypatch, capsys):
-    fs = type(fsspec.filesystem("memory"))
-    real = fs.get_file
-
-    def get(self: Any, source: str, target: str, **settings: Any) -> Any:
-        if source.endswith(".safetensors"):
-            raise ConnectionError("the network is down")
-        return real(self, source, target, **settings)
-
-    monkeypatch.setattr(fs, "get_file", get)
-    assert main(["evaluate", sent]) == 1
-    newest = f"{sent}/{in_checkpoint(3, 'state.safetensors')[0]}"
-    assert f"error: {newest} cannot be read: the network is down" in capsys.readouterr().err
 
 
 def test_a_url_that_pathlib_has_changed_is_refused(tmp_path, monkeypatch):
