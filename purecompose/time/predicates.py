@@ -221,10 +221,6 @@ def _both(first: Predicate, second: Predicate) -> Predicate:
 # because it is read many times in a step.
 _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
 
-# Intervals of at least this many batches are simplified to `NEVER` between their turns. Simplifying again before and
-# after a turn costs about ten evaluations, so for short intervals evaluating in every step is cheaper.
-_LONG_INTERVAL = 64
-
 
 @dataclass(frozen=True, repr=False)
 class _On(Timed):
@@ -294,19 +290,6 @@ class _Every(Timed):
         # Snapped, so that the last of three thirds is passed at the end, not a batch later.
         number += length - first
         return math.floor(snapped(number / length)) != math.floor(snapped((number - 1) / length))
-
-    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
-        length = self._length(timestamp.run)
-        if type(length) is not int or length < _LONG_INTERVAL:
-            return self, math.inf
-        # The event is not known here: at events before the time advances, the turn is one batch count earlier.
-        count = timestamp.batch_in_epoch if self.in_epoch else timestamp.batch
-        passed = (count - int(self._first(timestamp.run, length))) % length
-        if passed == length - 1:
-            return self, timestamp.batch + 2
-        if passed == 0 and timestamp.batch:
-            return self, timestamp.batch + 1
-        return NEVER, timestamp.batch + length - 1 - passed
 
     def _first(self, run: RunLength, length: int | float) -> int | float:
         """Return the first batch, from 1, in which it is true; if not known, the one that ends the first interval."""

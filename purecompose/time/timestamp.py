@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -77,8 +75,7 @@ _COUNTERS = {TimeUnit.EPOCH: "epoch", TimeUnit.BATCH: "batch", TimeUnit.SAMPLE: 
 class Timestamp:
     """The point that a run has reached: its counters so far, and the run's length. Immutable.
 
-    Samples and tokens are sums over ranks. `timestamp < "5ep"` compares the counter of that unit. Wall-clock time is
-    not counted: a training step reads no clock.
+    Samples and tokens are sums over ranks. Wall-clock time is not counted: a training step reads no clock.
 
     Args:
         epoch, batch, sample, token: Whole epochs, batches, samples and tokens so far.
@@ -257,28 +254,7 @@ TimeUnit.EPOCH), batches_per_epoch=3))
         Raises:
             TypeError: A timestamp has no such field; otherwise as at construction.
         """
-        for name in changes.keys() - vars(self).keys():
-            close = difflib.get_close_matches(name, vars(self)) or list(vars(self))
-            raise TypeError(f"a Timestamp has no field {name!r}; did you mean {', '.join(close)}?")
         return dataclasses.replace(self, **changes)
-
-    def __lt__(self, other: Time | str) -> bool:
-        return self._ordered(operator.lt, other)
-
-    def __le__(self, other: Time | str) -> bool:
-        return self._ordered(operator.le, other)
-
-    def __gt__(self, other: Time | str) -> bool:
-        return self._ordered(operator.gt, other)
-
-    def __ge__(self, other: Time | str) -> bool:
-        return self._ordered(operator.ge, other)
-
-    def _ordered(self, compare: Callable, other: Time | str) -> bool:
-        if not isinstance(other, Time | str):
-            return NotImplemented
-        time = Time.of(other)
-        return compare(self.get(time.unit), time.value)
 
     def _changed(self, **counters: int) -> Timestamp:
         # Every training step makes a copy; __init__, with its checks and guarded assignments, costs ten times as much.

@@ -3,7 +3,6 @@
 import math
 from fractions import Fraction
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -238,30 +237,13 @@ def test_the_simplified_predicate_agrees_throughout_a_stretch(data: st.DataObjec
     run = data.draw(runs())
     predicate = data.draw(pairs(run)).predicate
     walk = data.draw(walks(run))
-    long_interval = data.draw(st.sampled_from([2, predicates._LONG_INTERVAL]))
     for event in EVENTS:
         for start in walk[:: data.draw(st.integers(1, 4))]:
-            with mock.patch.object(predicates, "_LONG_INTERVAL", long_interval):
-                left, end = predicate.at(event).during(start)
+            left, end = predicate.at(event).during(start)
             assert end > start.batch
             for time in walk:
                 if time.epoch == start.epoch and start.batch <= time.batch < end:
                     assert left(event, at_time(time)) is predicate(event, at_time(time))
-
-
-@pytest.mark.parametrize("options", [{}, {"in_epoch": True}, {"since": "0ba"}, {"since": "33ba"}, {"since": "200ba"}])
-@pytest.mark.parametrize(("length", "is_settled"), [(63, False), (64, True), (70, True)])
-def test_a_long_interval_is_settled_between_its_turns(length: int, is_settled: bool, options: dict[str, Any]) -> None:
-    predicate = every(length, **options)
-    times = points(RunLength(batches_per_epoch=150), 310)
-    settled = []
-    for start in times:
-        left, end = predicate.during(start)
-        settled.append(left == NEVER)
-        same = [time for time in times if time.epoch == start.epoch and start.batch <= time.batch < end]
-        for event in (Event.AFTER_DATALOADER, Event.BATCH_END):
-            assert all(left(event, at_time(time)) is predicate(event, at_time(time)) for time in same)
-    assert sum(settled) > 0.95 * len(times) if is_settled else not any(settled)
 
 
 def test_is_timed_is_false_for_predicates_that_read_more_than_time() -> None:

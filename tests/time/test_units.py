@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, strategies as st
@@ -182,9 +184,10 @@ def test_unit_error_names_both_sides() -> None:
 
 def test_values_that_are_not_times_are_a_type_error() -> None:
     one = Time(1, "ep")
+    operations: list[Callable[[Any, Any], Any]] = [operator.mul, operator.lt]
     with pytest.raises(TypeError):
         _ = one < 1.5
-    for op in (operator.mul, operator.lt):
+    for op in operations:
         with pytest.raises(TypeError):
             op(one, None)
 
