@@ -222,7 +222,7 @@ def read_settings() -> dict[str, Any]:
 
 
 def write_settings(settings: Mapping[str, Any]) -> None:
-    """Set those of torch's settings that differ from the given ones; see `read_settings`."""
+    """Restore torch's settings, as `read_settings` returned them."""
     write(_SETTINGS, settings)
 
 

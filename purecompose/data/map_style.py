@@ -363,7 +363,7 @@ def _check_transform(transform: Any, rng: Any) -> None:
 
 
 def shared(loader: Loader, mesh: Any = None) -> Loader:
-    """Return a loader of which each of several processes reads some rows of each batch.
+    """Split the reading of each batch of a loader among processes.
 
     Messages put the rows together, so that all processes have the whole batch, with the same bits as if each
     had read all of it: the steps of `data_parallel` and `fully_sharded` take whole batches, which MixUp and other

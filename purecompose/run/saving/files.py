@@ -197,7 +197,7 @@ class _Part(NamedTuple):
 
     start: int
     stop: int
-    """The row after the last; `_UNDIVIDED` for a tensor of which the file contains all."""
+    """The row after the last; `_UNDIVIDED` for an unsharded tensor."""
     file: str
 
 

@@ -148,7 +148,7 @@ class Keeper:
         self.written: tuple[Path, Timestamp] | None = None
         self.folder = Path(settings.folder).absolute()
         self._mirror: Mirror | None = None
-        self._told: str | None = None
+        self._reported: str | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
         self._waiting: tuple[Future[None], int, bool] | None = None
         """The last checkpoint passed to the writing thread, its batch, and whether it is the best: not its tensors."""
@@ -428,8 +428,8 @@ class Keeper:
         """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""
         problems, self._problems = self._problems, []
         if self._mirror is not None:
-            if (problem := self._mirror.problem) != self._told:
-                self._told = problem
+            if (problem := self._mirror.problem) != self._reported:
+                self._reported = problem
                 problems += [] if problem is None else [f"{problem}; trying again"]
         for problem in problems:
             warn(problem, CheckpointWarning)
