@@ -48,8 +48,7 @@ def test_texts_of_a_report_are_escaped() -> None:
     outcome = Outcome(law="a_law", status=Status.BROKEN, reason=HOSTILE, rows=((HOSTILE, HOSTILE),))
     page = page_of(Report(algorithm=HOSTILE, outcomes=(outcome,), tasks=("one",), refused={HOSTILE: HOSTILE}))
     assert page.text.count("alert('x')") == 5 and "\x00" not in page.text
-    assert {tag for tag, _ in page.tags} == {"div", "p", "pre", "table", "thead", "tbody", "tr", "th", "td", "wbr"}
-    assert ("td", {"class": "short bad"}) in page.tags and "BROKEN" in page.text
+    assert {tag for tag, _ in page.tags} == {"div", "pre"} and "BROKEN" in page.text
 
 
 def test_notebooks_have_no_outputs() -> None:

@@ -157,7 +157,7 @@ def check(
             idle = neutral or (row.neutral if row else None)
             with reported_as(""):
                 prepared.append(
-                    testing.checking.trials(
+                    testing.checking.Trials(
                         _subject(text, testing),
                         neutral=None if idle is None else _subject(idle, testing),
                         tasks=_listed(tasks),
@@ -192,8 +192,6 @@ def _tried(prepared: Any, *, is_shown: bool, quiet: bool) -> Any:
         report = prepared.report(lambda law, i, total: status.update(Text(f"[{i}/{total}] {law}  {name}")))
     if is_shown and quiet:
         _print_line(report)
-    elif is_shown and sys.stdout.isatty():
-        Console(highlight=False).print(report, "", sep="\n")
     elif is_shown:
         say(f"{report}\n", flush=True)
     return report

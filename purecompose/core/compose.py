@@ -434,8 +434,8 @@ def compose(
             as few slices of (nearly) equal size as possible, a short batch into fewer.
 
     Returns:
-        A function `(state, batch) -> state` with `init`, `fire` and `plan`. On request,
-        `purecompose.testing.warn_of_conflicts(step)` warns of algorithms whose order matters but only the list fixes.
+        A function `(state, batch) -> state` with `init`, `fire` and `plan`.
+        `purecompose.testing.conflicts(step.algorithms)` finds algorithms whose order matters but only the list fixes.
 
     Raises:
         TypeError: An element of the program, the algorithms or the passes has the wrong type.

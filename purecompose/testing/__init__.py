@@ -11,12 +11,7 @@ Needs Hypothesis: `pip install "purecompose[testing]"`.
 
 from purecompose.testing import strategies as strategies, suite as suite
 from purecompose.testing.case import COMPANIONS as COMPANIONS, Case as Case
-from purecompose.testing.checking import (
-    CheckOptions as CheckOptions,
-    check as check,
-    check_loss as check_loss,
-    laws as laws,
-)
+from purecompose.testing.checking import check as check, check_loss as check_loss, laws as laws
 from purecompose.testing.law import (
     Broken as Broken,
     Law as Law,
@@ -30,11 +25,8 @@ from purecompose.testing.order import (
     Commutation as Commutation,
     Conflicts as Conflicts,
     Meeting as Meeting,
-    OrderOptions as OrderOptions,
-    OrderWarning as OrderWarning,
     commutes as commutes,
     conflicts as conflicts,
-    warn_of_conflicts as warn_of_conflicts,
 )
 from purecompose.testing.record import compare as compare, intercepted as intercepted, run as run
 from purecompose.testing.report import Outcome as Outcome, Report as Report, Status as Status

@@ -2,7 +2,6 @@
 
 import inspect
 import pathlib
-import re
 import time
 import traceback
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from purecompose.testing.law import (
     never_acts,
 )
 from purecompose.testing.process import process_restored, process_settings
-from purecompose.testing.record import intercepted, run
+from purecompose.testing.record import intercepted
 from purecompose.testing.report import Outcome, Status
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import Task
@@ -126,9 +125,6 @@ def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, 
     return found
 
 
-_IN_COMPANION = re.compile(r"in companion\.(\w+) at (?:Event\.)?(\w+)")
-
-
 def first_line(error: BaseException) -> str:
     """Return the type and the first line of the message.
 
@@ -137,13 +133,6 @@ def first_line(error: BaseException) -> str:
         'ValueError: expected images'
     """
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
-
-
-def one_line(error: Exception, algorithm: Algorithm) -> str:
-    """Describe an error in one line, with its place in the step and the author's line."""
-    lines = [line.partition(": ")[0] for line in _author_lines(error, algorithm)[-1:]]
-    places = [*_notes(error), *lines]
-    return " ".join([first_line(error), *([f"({'; '.join(places)})"] if places else [])])
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -169,64 +158,14 @@ def is_refusal(error: BaseException) -> bool:
 _TORCH = pathlib.Path(inspect.getfile(torch)).parent
 
 
-def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row, ...]:
-    """Describe an error, its place and case, and what to do about it."""
-    own = _author_lines(error, algorithm)
-    notes = "; ".join(_notes(error))
-    return (
-        ("algorithm", repr(algorithm)),
-        ("raised", first_line(error)),
-        *([("where", notes)] if notes else []),
-        *(("line", line) for line in own or _lines(error)[-1:]),
-        ("case", repr(case)),
-        ("to do", _to_do(error, case, bool(own))),
-    )
-
-
-def broken_company(error: BaseException) -> str | None:
-    """Describe an error that was raised inside a companion; `None` for others."""
-    found = next((match for note in _notes(error) if (match := _IN_COMPANION.search(note))), None)
-    return None if found is None else f"broke its company: the companion {found[1]} fails at {found[2]}"
-
-
-def _to_do(error: Exception, case: Case, is_authors: bool) -> str:
-    company = broken_company(error)
-    if company is not None:
-        return f"it {company} on what the algorithm left there; keep the shapes and types that others rely on"
-    if is_authors:
-        return "make apply work on this case, or name the tasks it is for (tasks=...)"
-    if not _works(lambda: run(case.step(), case.state(), case.batches())):
-        return "the plain step fails on this case as well: look at the task's network and batches"
-    return "the plain step works on this case; look at what the algorithm returned"
-
-
-def _works(attempt: Callable[[], object]) -> bool:
-    try:
-        with process_restored():
-            attempt()
-    except Exception:
-        return False
-    return True
-
-
-def _notes(error: BaseException) -> list[str]:
-    return list(dict.fromkeys(getattr(error, "__notes__", ())))
-
-
-def _author_lines(error: Exception, algorithm: Algorithm) -> list[str]:
-    """Return the last frames of the traceback in the file that defines `apply`."""
-    try:
-        own = inspect.getsourcefile(inspect.unwrap(algorithm.apply))
-    except TypeError:  # a callable object
-        own = inspect.getsourcefile(type(algorithm.apply))
-    return _lines(error, own)[-3:]
-
-
-def _lines(error: Exception, filename: str | None = None) -> list[str]:
-    """Return the frames in a file, by default in all files, outermost first."""
+def _places(error: Exception, algorithm: Algorithm) -> tuple[list[str], list[str]]:
+    """Return an error's notes, which name its place in the step, and its last lines in the file of `apply`."""
+    apply = inspect.unwrap(algorithm.apply)
+    own = inspect.getsourcefile(apply if inspect.isroutine(apply) else type(apply))
     frames = traceback.extract_tb(error.__traceback__)
-    chosen = [frame for frame in frames if filename in (None, frame.filename)]
-    return [f"{pathlib.Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in chosen]
+    chosen = [frame for frame in frames if frame.filename == own][-3:] or frames[-1:]
+    lines = [f"{pathlib.Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in chosen]
+    return list(dict.fromkeys(getattr(error, "__notes__", ()))), lines
 
 
 NEUTRAL = "neutral_setting"
@@ -239,13 +178,13 @@ class Attempt:
     Args:
         law: The law.
         subject: The algorithm.
-        owner_of: Function that returns the law that an error indicates, if any. If a case breaks such a law before this
-            one can be judged, this one is blocked.
+        owner_of: Function that returns the law that an error indicates, if any. A case that breaks such a law before
+            this one can be judged is reported if no case breaks this one.
     """
 
     def __init__(self, law: Law, subject: Subject, owner_of: Callable[[Exception], Law | None]) -> None:
         self.law, self.subject, self._owner_of = law, subject, owner_of
-        self._blocked: tuple[Law, Exception, Case] | None = None
+        self._other: tuple[Law, Exception, Case] | None = None
         self._not_judged: list[str] = []
         # An algorithm that acts only at INIT has acted in every case that has run.
         self._is_over = not law.is_about_option and subject.algorithm.events == (Event.INIT,)
@@ -262,7 +201,7 @@ class Attempt:
             owner = self._owner_of(error)
             if owner is None:
                 return Tried(True, error)
-            self._blocked = self._blocked or (owner, error, case)
+            self._other = self._other or (owner, error, case)
             return Tried(False)
         return Tried(True, found) if isinstance(found, Broken) else Tried(found or self._is_over)
 
@@ -279,27 +218,32 @@ class Attempt:
         case, failure = found.case, found.failure
         if case is not None and isinstance(failure, Broken):
             violation = self._violation(case, failure)
-            return outcome(status=Status.BROKEN, reason=_summed_up(violation), rows=violation.rows, error=violation)
+            event = "" if violation.event is None else f"at {violation.event.name}: "
+            reason = event + (violation.path or violation.what.partition(": ")[0].partition(". ")[0])
+            return outcome(status=Status.BROKEN, reason=reason, rows=violation.rows, error=violation)
         if case is not None and failure is not None:
-            rows = fault_rows(failure, self.subject.algorithm, case)
+            advice = "make apply work on this case, or name the tasks it is for (tasks=...)"
+            rows = self._rows(failure, case, advice)
             return outcome(status=Status.ERROR, reason=first_line(failure), rows=rows, error=failure)
-        if self._blocked is not None:
-            law, error, case = self._blocked
+        if self._other is not None:
+            law, error, case = self._other
             reason = f"it breaks {law.name} first, so this cannot be judged"
-            return outcome(status=Status.BLOCKED, reason=reason, error=error, rows=self._blocked_rows(law, error, case))
+            return outcome(status=Status.ERROR, reason=reason, error=error, rows=self._rows(error, case, law.remedy))
         if found.num_acted:
             return outcome(status=Status.KEPT, reason=self._gaps(found.num_cases))
         status, reason = self._without_acting(found.num_cases)
         return outcome(status=status, reason=reason)
 
-    def _blocked_rows(self, law: Law, error: Exception, case: Case) -> tuple[Row, ...]:
-        """Return the finding of another law, for callers who did not choose that law."""
+    def _rows(self, error: Exception, case: Case, advice: str) -> tuple[Row, ...]:
+        """Describe an error, its place and case, and what to do about it."""
+        notes, lines = _places(error, self.subject.algorithm)
         return (
             ("algorithm", repr(self.subject.algorithm)),
-            ("breaks", f"{law.name}: {law.promise}"),
             ("raised", first_line(error)),
+            *([("where", "; ".join(notes))] if notes else []),
+            *(("line", line) for line in lines),
             ("case", repr(case)),
-            ("to do", law.remedy),
+            ("to do", advice),
         )
 
     def _without_acting(self, num_cases: int) -> tuple[Status, str]:
@@ -333,12 +277,6 @@ class Attempt:
         return LawViolation(self.law, self.subject, broken, case)
 
 
-def _summed_up(violation: LawViolation) -> str:
-    where = [] if violation.event is None else [f"at {violation.event.name}"]
-    what = violation.path or violation.what.partition(": ")[0].partition(". ")[0]
-    return ": ".join([*where, *([what] if what else [])]) or "see below"
-
-
 class Refusal(NamedTuple):
     """The reason why an algorithm does not work on a task."""
 
@@ -359,7 +297,9 @@ def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], La
             # A broken law is not a refusal, nor is an error that follows from a changed setting of the process.
             if touched or owner_of(error) is not None:
                 return None
-            return Refusal(one_line(error, algorithm), is_refusal(error))
+            notes, lines = _places(error, algorithm)
+            places = "; ".join([*notes, lines[-1].partition(": ")[0]])
+            return Refusal(f"{first_line(error)} ({places})", is_refusal(error))
     return None
 
 

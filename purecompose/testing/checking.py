@@ -1,14 +1,12 @@
 """check, and laws as pytest tests: every law that applies to an algorithm, tried on generated cases."""
 
 import functools
-import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import torch
 
@@ -60,23 +58,15 @@ Progress = Callable[[str, int, int], None]
 """A function that is called with the name of each law before it is tried, its number from 1, and the total."""
 
 
-class CheckOptions(TypedDict, total=False):
-    """The options of `check`."""
-
-    neutral: Algorithm | Subject | str | None
-    """The same algorithm with settings that should change nothing, such as `mixup(0.0)`."""
-    tasks: Iterable[Task | str] | None
-    """The tasks, or their names in `TASKS`; by default all that the algorithm accepts."""
-    laws: Iterable[Law | str] | None
-    """The laws, or their names in `LAWS`; by default all. Create your own laws with `testing.define_law`."""
-    max_examples: int
-    """Number of cases for each law, 25 by default."""
-    seed: int
-    """Seed of the cases, 0 by default."""
-
-
 def check(
-    algorithm: Algorithm | Subject | str, *, progress: Progress | None = None, **options: Unpack[CheckOptions]
+    algorithm: Algorithm | Subject | str,
+    *,
+    neutral: Algorithm | Subject | str | None = None,
+    tasks: Iterable[Task | str] | None = None,
+    laws: Iterable[Law | str] | None = None,
+    max_examples: int = 25,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Report:
     """Try every law that applies on an algorithm.
 
@@ -86,11 +76,13 @@ def check(
     Args:
         algorithm: The algorithm, or a text: `"my_module:my_algorithm"`, `"mixup(0.2)"`. With a text, laws that need
             a new process apply as well.
+        neutral: The same algorithm with settings that should change nothing, such as `mixup(0.0)`.
+        tasks: The tasks, or their names in `TASKS`; by default all that the algorithm accepts.
+        laws: The laws, or their names in `LAWS`; by default all. Create your own laws with `define_law`.
+        max_examples: Number of cases for each law.
+        seed: Seed of the cases.
         progress: Function that is called with the name of each law before it is tried, its number from 1, and the
             total.
-        options: `neutral`, the same algorithm with settings that should change nothing; `tasks` and `laws`, or
-            their names, by default all that apply; `max_examples=25`, the number of cases for each law; `seed=0`. See
-            `CheckOptions`.
 
     Returns:
         The report; `report.ok` is true if all laws are kept, and `print(report)` shows the details.
@@ -103,45 +95,33 @@ def check(
         >>> report.ok, report["deterministic"].status.value
         (True, 'kept')
     """
-    return trials(algorithm, **options).report(progress)
+    trials = Trials(algorithm, neutral=neutral, tasks=tasks, laws=laws, max_examples=max_examples, seed=seed)
+    return trials.report(progress)
 
 
-def trials(
-    algorithm: Algorithm | Subject | str,
-    *,
-    neutral: Algorithm | Subject | str | None = None,
-    tasks: Iterable[Task | str] | None = None,
-    laws: Iterable[Law | str] | None = None,
-    max_examples: int = 25,
-    seed: int = 0,
-) -> "Trials":
-    """Return the trials of `check`; see `CheckOptions`."""
-    check_whole(max_examples, "check: max_examples", 1)
-    subject = Subject.of(algorithm)
-    if subject.name.startswith(COMPANY):
-        raise ValueError(f"{subject.name!r}: names that begin with {COMPANY!r} are those of the laws' companions")
-    return Trials(
-        subject=subject,
-        neutral=None if neutral is None else Subject.of(neutral),
-        laws=chosen("law", LAWS if laws is None else laws, {law.name: law for law in LAWS}, Law),
-        candidates=chosen("task", TASKS.values() if tasks is None else tasks, TASKS, Task),
-        tasks_were_named=tasks is not None,
-        max_examples=max_examples,
-        seed=seed,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Trials:
-    """An algorithm, and the laws to try on it; created by `trials`."""
+    """An algorithm, and the laws to try on it; the arguments are those of `check`."""
 
-    subject: Subject
-    neutral: Subject | None
-    laws: tuple[Law, ...]
-    candidates: tuple[Task, ...]
-    tasks_were_named: bool
-    max_examples: int
-    seed: int
+    def __init__(
+        self,
+        algorithm: Algorithm | Subject | str,
+        *,
+        neutral: Algorithm | Subject | str | None = None,
+        tasks: Iterable[Task | str] | None = None,
+        laws: Iterable[Law | str] | None = None,
+        max_examples: int = 25,
+        seed: int = 0,
+    ) -> None:
+        self.max_examples, self.seed = check_whole(max_examples, "check: max_examples", 1), seed
+        self.subject = Subject.of(algorithm)
+        if self.subject.name.startswith(COMPANY):
+            raise ValueError(
+                f"{self.subject.name!r}: names that begin with {COMPANY!r} are those of the laws' companions"
+            )
+        self.neutral = None if neutral is None else Subject.of(neutral)
+        self.laws = chosen("law", LAWS if laws is None else laws, {law.name: law for law in LAWS}, Law)
+        self.candidates = chosen("task", TASKS.values() if tasks is None else tasks, TASKS, Task)
+        self.tasks_were_named = tasks is not None
 
     @cached_property
     def refusals(self) -> Mapping[Task, Refusal]:
@@ -243,19 +223,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-_PARAMETER = "law"
-
-
 class LawTest:
     """A function that tries a law on an algorithm, within one test.
 
     Attributes:
-        name: The law's name.
         outcome: The outcome, once it has been called.
     """
 
-    def __init__(self, prepared: Trials, law: Law) -> None:
-        self._trials, self._law, self.name = prepared, law, law.name
+    def __init__(self, trials: Trials, law: Law) -> None:
+        self._trials, self._law = trials, law
         self.outcome: Outcome | None = None
 
     def __call__(self) -> Outcome:
@@ -264,74 +240,49 @@ class LawTest:
         import pytest
 
         if self._trials.failed_tasks:
-            pytest.fail(_refusals(self._trials), pytrace=False)
-        if self.outcome is None:
-            self.outcome = self._trials.judge(self._law)
-        outcome = self.outcome
+            said = [f"  {name}: {why}" for name, why in self._trials.refused.items()]
+            pytest.fail("\n".join([f"{self._trials.subject.algorithm!r} does not work on", *said]), pytrace=False)
+        self.outcome = outcome = self.outcome or self._trials.judge(self._law)
         if outcome.status is Status.SKIPPED:
             pytest.skip(outcome.reason)
         if outcome.status is Status.BROKEN and outcome.error is not None:
             # Without the frames of Hypothesis and of the law, which are not the author's code.
             raise outcome.error.with_traceback(None) from None
         if not outcome.status.is_ok:
-            pytest.fail(f"{self.name}: {outcome.status.value}: {outcome.details or outcome.reason}", pytrace=False)
+            pytest.fail(outcome.details or f"{outcome.status.value}: {outcome.reason}", pytrace=False)
         return outcome
 
-    def __repr__(self) -> str:
-        return self.name
 
+def laws(algorithm: Algorithm | Subject | str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Return a decorator that turns a function into one pytest test for each law.
 
-def laws(
-    algorithm: Algorithm | Subject | str, **options: Unpack[CheckOptions]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that turns a test function into tests of all laws, `test_my_algorithm[deterministic]` etc.::
-
-        from purecompose.testing import laws
-
-        @laws(my_algorithm)
+        @laws(my_algorithm, neutral=my_neutral_algorithm)
         def test_my_algorithm(law):
             law()
 
-    The body may call `law()` itself, for example within a `with` statement or after its own preparations. If it does
-    not, the law is tried after the body, so an empty body is enough, and the parameter `law` may be left out. Other
-    parameters of the decorated function are fixtures, as in any test.
+    The body may call `law()` itself, for example after its own preparations. If it does not, the law is tried after the
+    body, so an empty body is enough. Other parameters of the decorated function are fixtures, as in any test.
 
     Args:
         algorithm: As in `check`.
-        options: As in `check`: `neutral`, `tasks`, `laws`, `max_examples` and `seed`; see `CheckOptions`.
+        options: As in `check`: `neutral`, `tasks`, `laws`, `max_examples` and `seed`.
 
     Raises:
         TypeError, ValueError: As in `check`, when the test module is imported.
     """
-    prepared = trials(algorithm, **options)
+    trials = Trials(algorithm, **options)
 
-    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         import pytest
 
-        if inspect.isclass(test) or inspect.iscoroutinefunction(test):
-            kind = "class: decorate its method" if inspect.isclass(test) else "coroutine: decorate a plain function"
-            raise TypeError(f"@laws on {test.__name__}, a {kind}")
-        signature = inspect.signature(test)
-        takes_law = _PARAMETER in signature.parameters
-
         @functools.wraps(test)
-        def tried(*args: Any, **kwargs: Any) -> None:
+        def tried(*args: Any, law: Law, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            one = LawTest(prepared, kwargs.pop(_PARAMETER))  # a new one each time, because a test may be run again
-            test(*args, **kwargs, **({_PARAMETER: one} if takes_law else {}))
+            one = LawTest(trials, law)  # a new one each time, because a test may be run again
+            test(*args, law=one, **kwargs)
             if one.outcome is None:
                 one()
 
-        if not takes_law:
-            keyword = inspect.Parameter(_PARAMETER, inspect.Parameter.KEYWORD_ONLY)
-            parameters = [*signature.parameters.values(), keyword]
-            tried.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
-        names = [law.name for law in prepared.laws]
-        return pytest.mark.parametrize(_PARAMETER, prepared.laws, ids=names)(tried)
+        return pytest.mark.parametrize("law", trials.laws, ids=[law.name for law in trials.laws])(tried)
 
     return decorate
-
-
-def _refusals(prepared: Trials) -> str:
-    said = [f"{prepared.subject.algorithm!r} does not work on"]
-    return "\n".join([*said, *(f"  {name}: {why}" for name, why in prepared.refused.items())])

@@ -67,7 +67,6 @@ class LawViolation(AssertionError):
         path: Key path of the first leaf that differs, such as "params['0.weight']"; may be empty.
         values: The compared values by description: {"with 1 microbatch": 0.1, "with 2 microbatches": 0.2}.
         what: Description of the finding.
-        cause: Description of the cause, if known; may be empty.
         line: Place of the algorithm's `apply`, such as "methods.py:12 in apply"; may be empty.
         case: The case that breaks the law.
     """
@@ -88,7 +87,6 @@ class LawViolation(AssertionError):
         self.path: str = broken.path
         self.what: str = broken.what
         self.values: dict[str, Any] = broken.values
-        self.cause: str = broken.cause
         self.line: str = line_of(subject.algorithm.apply)
         super().__init__(labelled(f"the law {law.name} is broken: {law.promise}", self.rows))
 
@@ -100,7 +98,6 @@ class LawViolation(AssertionError):
             ("event", "" if self.event is None else self.event.name),
             ("leaf", self.path),
             ("found", self.what),
-            ("cause", self.cause),
         ]
         return (
             ("algorithm", self.algorithm),
@@ -112,11 +109,7 @@ class LawViolation(AssertionError):
 
 
 class Broken(Exception):
-    """Raised by a law's function at the first difference; `Law` turns it into a `LawViolation`.
-
-    Attributes:
-        cause: Description of the cause, from laws that know it; otherwise empty.
-    """
+    """Raised by a law's function at the first difference; `Law` turns it into a `LawViolation`."""
 
     def __init__(
         self,
@@ -136,7 +129,6 @@ class Broken(Exception):
         """
         super().__init__(str(difference))
         self.event: Event | None = event
-        self.cause: str = ""
         self.path: str = where
         self.what: str = str(difference)
         self.values: dict[str, Any] = {}
@@ -244,26 +236,16 @@ class Law:
         return self.name
 
 
-def define_law(
-    promise: str,
-    remedy: str,
-    *,
-    owns: Sequence[type[Exception]] = (),
-    exempt: Callable[[Algorithm], str | None] = lambda algorithm: None,
-    unsuited: Callable[[Task], str | None] = lambda task: None,
-    is_about_option: bool = False,
-    idle: str = "it never acted",
-    most_cases: int | None = None,
-) -> Callable[[Callable[[Subject, Case], bool]], Law]:
+def define_law(promise: str, remedy: str, **options: Any) -> Callable[[Callable[[Subject, Case], bool]], Law]:
     """Return a decorator that turns a function `(subject, case) -> bool` into a law of its name; see `Law`.
 
     Args:
-        promise, remedy, owns, exempt, unsuited, is_about_option, idle, most_cases: Fields of `Law`.
+        promise, remedy: Fields of `Law`.
+        options: Other fields of `Law`: `owns`, `exempt`, `unsuited`, `is_about_option`, `idle`, `most_cases`.
     """
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
-        concerns = (tuple(owns), exempt, unsuited, is_about_option, idle, most_cases)
-        new = Law(judge.__name__, promise, remedy, judge, *concerns)
+        new = Law(judge.__name__, promise, remedy, judge, **options)
         object.__setattr__(new, "__doc__", judge.__doc__)
         return new
 

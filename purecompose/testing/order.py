@@ -6,25 +6,23 @@ orders are run with everything else unchanged, in float64, so that rounding does
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import assume
-from hypothesis.strategies import SearchStrategy
 
 from purecompose._support.tables import table
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events, loop_events, predict_events
-from purecompose.core.operation import walk
 from purecompose.core.passes import DEFAULT_PASSES, Pass, order_by_constraints, precedes, run_pass
 from purecompose.core.program import events_in
 from purecompose.core.state import State
 from purecompose.errors import MatchError
-from purecompose.testing.attempt import Search, Stop, Tried, broken_company, first_line, search
+from purecompose.testing.attempt import Stop, Tried, first_line, search
 from purecompose.testing.case import Case, find_moments
 from purecompose.testing.checking import chosen
 from purecompose.testing.law import Broken, Row, labelled
@@ -36,24 +34,9 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import Predicate, on
 
 
-Composed = TypeVar("Composed", Step, Iterable[Algorithm])
-
 _LOOP = frozenset(events_in(loop_events))
 _MAX_TRIES = 3
 """Maximal number of tries for each of the `max_examples` cases, since some give no answer."""
-
-
-class OrderOptions(TypedDict, total=False):
-    """The options of `commutes`."""
-
-    tasks: Iterable[Task | str] | None
-    """The tasks, or their names in `TASKS`; by default all in full precision, because half precision rounds more."""
-    tolerance: float
-    """Share of its largest magnitude by which a leaf may differ, 1e-6 by default."""
-    max_examples: int
-    """Number of cases in which both act, for each event, 25 by default."""
-    seed: int
-    """Seed of the cases, 0 by default."""
 
 
 @dataclass(frozen=True)
@@ -66,41 +49,29 @@ class Commutation:
     """True or False, or `None` if no generated case gave an answer."""
     events: tuple[Event, ...]
     """The events in question: all at which both may act, or the one at which they do not commute."""
-    num_cases: int
+    num_cases: int = 0
     """Number of cases in which both acted and that gave an answer, up to the first that differs."""
     reason: str = ""
     """The reason if there is nothing to compare, or no answer."""
     counterexample: Case | None = None
     """The simplest case found in which the order matters."""
-    path: str = ""
-    """The key path of the first difference, such as "params['0.weight']"."""
-    what: str = ""
-    """Description of the first difference."""
-    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The two values of the first difference, by order: {"a before b": 1.0, "b before a": 2.0}."""
-
-    @property
-    def event(self) -> Event | None:
-        """The event, if the answer is about a single one."""
-        return self.events[0] if len(self.events) == 1 else None
-
-    @property
-    def difference(self) -> str:
-        """The first difference in one line; empty if there is none."""
-        texts = [f"{text} with {order}" for order, text in self._labelled_values()]
-        return ": ".join(part for part in (self.path, self.what, ", ".join(texts)) if part)
+    difference: Broken | None = field(default=None, compare=False)
+    """The first difference in it: its `path`, `what`, and `values` by order, {"a before b": 1.0, "b before a": 2.0}."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The parts of the first difference, each with a label."""
-        found = (("leaf", self.path), ("found", self.what), *self._labelled_values())
-        return (*((label, text) for label, text in found if text), ("case", repr(self.counterexample)))
-
-    def _labelled_values(self) -> list[Row]:
-        texts = [f"{value:.6g}" if isinstance(value, float) else repr(value) for value in self.values.values()]
-        if len(set(texts)) == 1:
-            texts = [repr(value) for value in self.values.values()]
-        return list(zip(self.values, texts, strict=True))
+        if self.difference is None:
+            return ()
+        found = {"leaf": self.difference.path, "found": self.difference.what}
+        values = {
+            order: f"{value:.6g}" if isinstance(value, float) else repr(value)
+            for order, value in self.difference.values.items()
+        }
+        return (
+            *((label, text) for label, text in (found | values).items() if text),
+            ("case", repr(self.counterexample)),
+        )
 
     def __bool__(self) -> bool:
         return self.commutes is True
@@ -158,13 +129,11 @@ def commutes(
     events = [met for met in meeting_events(first, second) if asked in (None, met)]
     if not events:
         where = "the same event" if asked is None else asked.name
-        return Commutation(names, True, () if asked is None else (asked,), 0, f"they never both act at {where}")
+        return Commutation(names, True, () if asked is None else (asked,), reason=f"they never both act at {where}")
     given = chosen("task", FULL_TASKS if tasks is None else tasks, TASKS, Task)
     answers: list[Commutation] = []
     for one in events:
-        attempt = _Attempts(pair, one, tolerance, max_tries=_MAX_TRIES * max_examples)
-        found = search(attempt.cases(given), attempt, max_examples=max_examples, seed=seed)
-        answers.append(_answer(names, attempt, found))
+        answers.append(_answer(_Trial(pair, one, tolerance), given, max_examples, seed))
         if answers[-1].commutes is False:
             return answers[-1]
     undecided = next((answer for answer in answers if answer.commutes is None), None)
@@ -211,65 +180,39 @@ class _NoAnswer(Exception):
     """Raised for a case without an answer; its cause is the error of the usual order, if there was one."""
 
 
-class _Attempts:
-    """A function that tries a pair at an event in a case; each case runs once, because shrinking repeats cases."""
+@dataclass(frozen=True)
+class _Trial:
+    """A pair at an event."""
 
-    def __init__(self, pair: tuple[Algorithm, Algorithm], event: Event, tolerance: float, max_tries: int) -> None:
-        self.pair, self.event, self.seen = pair, event, dict[Case, Broken | _NoAnswer | None]()
-        self._tolerance, self._tries_left = tolerance, max_tries
-        self._program = next((p for p in (eval_events, predict_events) if event in p), loop_events)
-        is_outside = event not in (*_LOOP, Event.INIT) and self._program is loop_events
-        self._fired = event if is_outside else None
+    pair: tuple[Algorithm, Algorithm]
+    event: Event
+    tolerance: float
 
-    def cases(self, tasks: Sequence[Task]) -> SearchStrategy[Case]:
-        """Return a strategy for cases; most begin where both act, as far as that follows from their predicates."""
-        one, other = self.pair
-        both = dataclasses.replace(one, match=on(self.event) & one.predicate & other.predicate)
-        return cases(tasks, algorithm=both if self.event in _LOOP else None)
-
-    def __call__(self, case: Case) -> Tried:
-        if case not in self.seen:
-            self._tries_left -= not any(isinstance(found, Broken) for found in self.seen.values())
-            if self._tries_left < 0:
-                raise Stop
-            try:
-                self.seen[case] = self._difference(case)
-            except _NoAnswer as none:
-                self.seen[case] = none
-        found = self.seen[case]
-        assume(not isinstance(found, _NoAnswer))
-        return Tried(True, found)
-
-    @property
-    def errors(self) -> list[BaseException]:
-        """The errors of cases that failed in both orders."""
-        return [e.__cause__ for e in self.seen.values() if isinstance(e, _NoAnswer) and e.__cause__ is not None]
-
-    def _difference(self, case: Case) -> Broken | None:
-        """Return the difference that the order at the event makes in a case."""
+    def difference(self, case: Case) -> Broken | None:
+        """Return the difference that the order makes in a case."""
+        program = next((p for p in (eval_events, predict_events) if self.event in p), loop_events)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the algorithms do not matter here
-            usual = self._run(case, is_swapped=False)
+            usual = self._run(case, program, is_swapped=False)
             if not usual.have_met:
                 raise _NoAnswer from usual.error
-            swapped = self._run(case, is_swapped=True)
+            swapped = self._run(case, program, is_swapped=True)
         if usual.error is not None and swapped.error is not None:
             raise _NoAnswer from usual.error
         one, other = (algorithm.name for algorithm in _by_passes(DEFAULT_PASSES, self.pair, self.event))
         labels = (f"{one} before {other}", f"{other} before {one}")
-        fields = LASTING if self._program is loop_events else STEP_FIELDS
+        fields = LASTING if program is loop_events else STEP_FIELDS
         try:
             for error, label in zip((usual.error, swapped.error), labels, strict=True):
                 if error is not None:
-                    text = " ".join(str(error).split())
-                    raise Broken(f"fails with {label} alone, with {type(error).__name__}: {text}", event=self.event)
+                    raise Broken(f"fails with {label} alone, with {first_line(error)}", event=self.event)
             for ours, theirs in zip(usual.states, swapped.states, strict=True):
-                compare(ours, theirs, labels, fields=fields, tolerance=self._tolerance, event=self.event)
+                compare(ours, theirs, labels, fields=fields, tolerance=self.tolerance, event=self.event)
         except Broken as broken:
             return broken
         return None
 
-    def _run(self, case: Case, *, is_swapped: bool) -> "_Run":
+    def _run(self, case: Case, program: Sequence[Any], *, is_swapped: bool) -> "_Run":
         run = _Run()
 
         def order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
@@ -281,9 +224,10 @@ class _Attempts:
             waiting = iter(ordered[::-1] if is_swapped and event is self.event else ordered)
             return tuple(next(waiting) if algorithm in self.pair else algorithm for algorithm in algorithms)
 
+        is_outside = self.event not in (*_LOOP, Event.INIT) and program is loop_events
         try:
-            step = case.step(*self.pair, passes=[order], program=self._program)
-            for state in _states(step, case, self._fired):
+            step = case.step(*self.pair, passes=[order], program=program)
+            for state in _states(step, case, self.event if is_outside else None):
                 run.states.append(state)
         except Exception as failure:
             run.error = failure
@@ -312,28 +256,38 @@ def _states(step: Step, case: Case, fired: Event | None) -> Iterator[State]:
         yield state if step.has_advance else seen  # the result of an evaluation is its outputs, which `finish` drops
 
 
-def _answer(names: tuple[str, str], attempt: _Attempts, found: Search) -> Commutation:
+def _answer(trial: _Trial, tasks: Sequence[Task], max_examples: int, seed: int) -> Commutation:
     """Return the answer at one event."""
-    events, broken = (attempt.event,), found.failure
+    num_tries, errors, has_failed = 0, list[BaseException](), False
+
+    def attempt(case: Case) -> Tried:
+        nonlocal num_tries, has_failed
+        if not has_failed and num_tries == _MAX_TRIES * max_examples:
+            raise Stop
+        num_tries += 1
+        try:
+            found = trial.difference(case)
+        except _NoAnswer as none:
+            errors.extend([none.__cause__] if none.__cause__ else [])
+            assume(False)
+            raise
+        has_failed = has_failed or found is not None
+        return Tried(True, found)
+
+    one, other = trial.pair
+    # Most cases begin where both act, as far as that follows from their predicates.
+    both = dataclasses.replace(one, match=on(trial.event) & one.predicate & other.predicate)
+    strategy = cases(tasks, algorithm=both if trial.event in _LOOP else None)
+    found = search(strategy, attempt, max_examples=max_examples, seed=seed)
+    names, events, broken = (one.name, other.name), (trial.event,), found.failure
     if isinstance(broken, Broken):
-        at = {"path": broken.path, "what": broken.what, "values": broken.values}
-        return Commutation(names, False, events, found.num_cases, counterexample=found.case, **at)
+        return Commutation(names, False, events, found.num_cases, counterexample=found.case, difference=broken)
     if found.num_cases:
         return Commutation(names, True, events, found.num_cases)
-    return Commutation(names, None, events, 0, f"{_why_undecided(attempt)}; give tasks on which both act and work")
-
-
-def _why_undecided(attempt: _Attempts) -> str:
-    tried, errors = len(attempt.seen), attempt.errors
-    if not errors:
-        return f"in none of {tried} cases did both act there"
-    said = f"both orders failed in {len(errors)} of {tried} cases, the first with {first_line(errors[0])}"
-    company = next(filter(None, map(broken_company, errors)), None)
-    return said if company is None else f"{said}; the pair {company}"
-
-
-class OrderWarning(UserWarning):
-    """Two algorithms do not commute, and only the order of a list decides which acts first."""
+    why = f"in none of {num_tries} cases did both act there"
+    if errors:
+        why = f"both orders failed in {len(errors)} of {num_tries} cases, the first with {first_line(errors[0])}"
+    return Commutation(names, None, events, reason=f"{why}; give tasks on which both act and work")
 
 
 class Meeting(NamedTuple):
@@ -430,10 +384,7 @@ _LEGEND = (
 
 
 def conflicts(
-    algorithms: Iterable[Algorithm | Subject | str],
-    *,
-    passes: Iterable[Pass] = DEFAULT_PASSES,
-    **options: Unpack[OrderOptions],
+    algorithms: Iterable[Algorithm | Subject | str], *, passes: Iterable[Pass] = DEFAULT_PASSES, **options: Any
 ) -> Conflicts:
     """Try all pairs of a list at all events where both may act; see `commutes` for the settings.
 
@@ -474,43 +425,6 @@ def conflicts(
             if decision is not None:
                 meetings.append(Meeting(event, *decision, commutes(a, b, event, **options)))
     return Conflicts(names, tuple(meetings))
-
-
-def warn_of_conflicts(composed: Composed, **settings: Any) -> Composed:
-    """Warn of each pair that does not commute and whose order only the list decides, while composing.
-
-    Args:
-        composed: A step, or a list of algorithms for a step with the default passes.
-        settings: Options of `conflicts`.
-
-    Returns:
-        The step or the algorithms, as given.
-
-    Example:
-        >>> from purecompose import algorithms as alg, compose, loop_events
-        >>> warn_of_conflicts(compose(loop_events, [alg.label_smoothing(0.1)]))
-        Step(label_smoothing(smoothing=0.1))
-    """
-    if isinstance(composed, Step):
-        algorithms, settings = composed.algorithms, {"passes": composed.passes, **settings}
-        absent = {node for node in walk(loop_events) if isinstance(node, Event)} - set(composed.events)
-    else:
-        composed = tuple(composed) if not isinstance(composed, Sequence) else composed  # pyright: ignore
-        algorithms, absent = composed, set()
-    for meeting in conflicts(algorithms, **settings).undecided:
-        if meeting.event not in absent:
-            warnings.warn(_advice(meeting), OrderWarning, stacklevel=2)
-    return composed
-
-
-def _advice(meeting: Meeting) -> str:
-    first, second = meeting.order
-    return (
-        f"{first} and {second} do not commute at {meeting.event.name}, and only the order of the list decides that "
-        f"{first} comes first there. They differ in {meeting.commutation.difference}. Decide it by a constraint, "
-        f"runs_before=({second!r},) on {first} or runs_after=({first!r},) on {second} (or the other way round); or by "
-        "a pass, a function (algorithms, event) -> algorithms in compose(..., passes=(*DEFAULT_PASSES, my_pass))"
-    )
 
 
 def _decide(

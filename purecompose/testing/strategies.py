@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import nn
 
 from purecompose import batch as batching, optim
 from purecompose.core.algorithm import Algorithm
@@ -30,14 +29,6 @@ from purecompose.time.predicates import Predicate, after, before, between, epoch
 
 
 _LOOP = events_in(loop_events)
-_EVENTS: dict[str | None, tuple[Event, ...]] = {
-    None: tuple(Event),
-    "training": _LOOP,
-    "evaluation": tuple(event for event in Event if event.is_eval),
-    "prediction": tuple(event for event in Event if event.is_predict),
-    "outer": tuple(e for e in Event if e not in _LOOP and not e.is_eval and not e.is_predict),
-}
-_DROPOUT = st.sampled_from([0.0, 0.2, 0.5])
 _BATCH_SIZES = st.sampled_from([2, 3, 4, 5, 6, 1])
 _RATES = st.sampled_from([0.1, 0.1, 0.1, 1.0, 0.0])
 _SEEDS = st.integers(0, 999)
@@ -47,26 +38,6 @@ _OPTIMIZERS = (
     optim.adam(hparam("lr", 1e-2)),
     optim.adamw(hparam("lr", 1e-2)),
 )
-
-
-def events(*, kind: str | None = None) -> st.SearchStrategy[Event]:
-    """Generate events, which shrink to the first of their kind in the order of the loop.
-
-    Args:
-        kind: "training" for events of `loop_events`; "evaluation" and "prediction" for all that belong there; "outer"
-            for the others, such as INIT and EPOCH_END. By default all.
-
-    Raises:
-        ValueError: There is no such kind.
-
-    Example::
-
-        @given(events())
-        def test_event(event): ...
-    """
-    if kind not in _EVENTS:
-        raise ValueError(f"kind={kind!r}: expected None or one of {', '.join(repr(k) for k in _EVENTS if k)}")
-    return st.sampled_from(_EVENTS[kind])
 
 
 # Time
@@ -143,7 +114,7 @@ def _leaves(run: RunLength) -> list[st.SearchStrategy[Predicate]]:
     intervals: list[st.SearchStrategy[Any]] = [st.integers(1, 5)]
     leaves: list[st.SearchStrategy[Predicate]] = [
         st.just(on(Event.AFTER_DATALOADER)),
-        st.sets(events(kind="training"), min_size=1, max_size=3).map(lambda chosen: on(*chosen)),
+        st.sets(st.sampled_from(_LOOP), min_size=1, max_size=3).map(lambda chosen: on(*chosen)),
     ]
     if run.total_batches is not None:
         intervals.append(st.integers(1, 20).map(lambda n: f"{n / 20}dur"))
@@ -162,30 +133,6 @@ def _leaves(run: RunLength) -> list[st.SearchStrategy[Predicate]]:
 
 
 # Networks and data
-
-
-@st.composite
-def _nets(draw: st.DrawFn, kind: str | None = None) -> MakeNet:
-    kind = draw(st.sampled_from(KINDS)) if kind is None else kind
-    is_tied = kind == "tokens" and draw(st.booleans())
-    return MakeNet(kind, draw(_DROPOUT), is_tied)
-
-
-@st.composite
-def models(draw: st.DrawFn, kind: str | None = None) -> nn.Module:
-    """Generate small networks, with and without dropout, which shrink to an MLP without.
-
-    Args:
-        kind: "vectors" for an MLP (N, 4) -> (N, 3), "images" for a CNN with BatchNorm (N, 2, 6, 6) -> (N, 3),
-            "tokens" for a transformer (N, 5) -> (N, 7, 5), with and without tied weights; by default any.
-
-    Example::
-
-        @given(models())
-        def test_models(model): ...
-    """
-    make_net = draw(_nets(kind))
-    return Task("models", make_net, MakeBatch(make_net.kind)).make_net(draw(_SEEDS))
 
 
 @st.composite
@@ -234,10 +181,15 @@ def tasks(draw: st.DrawFn) -> Task:
         def test_tasks(task): ...
     """
     if draw(st.booleans()):
-        net = draw(_nets())
-        options = {"dropout": net.dropout, "tied": net.tied, "frozen": draw(st.booleans())}
-        form, targets = draw(st.sampled_from(["tuple", "dict"])), draw(st.sampled_from(["index", "soft"]))
-        return make_task(net.kind, targets=targets, form=form, **options)
+        kind = draw(st.sampled_from(KINDS))
+        return make_task(
+            kind,
+            dropout=draw(st.sampled_from([0.0, 0.2, 0.5])),
+            tied=kind == "tokens" and draw(st.booleans()),
+            frozen=draw(st.booleans()),
+            form=draw(st.sampled_from(["tuple", "dict"])),
+            targets=draw(st.sampled_from(["index", "soft"])),
+        )
     return draw(st.sampled_from(list(TASKS.values())))
 
 
@@ -287,7 +239,7 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
     if name is not None and name not in SHIPPED:
         raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
     rows = [row for row in SHIPPED.values() if (row.accepts(task) if name is None else row.name == name)]
-    return st.one_of([row.algorithms(task.kind or "vectors") for row in rows])
+    return st.one_of([row.algorithms() for row in rows])
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
@@ -304,7 +256,7 @@ def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.S
             compose(loop_events, algorithms)
     """
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
-    each = st.one_of([row.algorithms(task.kind or "vectors") for row in rows])
+    each = st.one_of([row.algorithms() for row in rows])
     return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
 
 
@@ -325,7 +277,7 @@ def programs(draw: st.DrawFn, *, trains: bool | None = None) -> Program:
     """
     if trains or (trains is None and not draw(st.booleans())):
         return draw(st.just(loop_events) | _loops())
-    return tuple(draw(st.lists(events(kind="training"), unique=True)))
+    return tuple(draw(st.lists(st.sampled_from(_LOOP), unique=True)))
 
 
 @st.composite

@@ -1,6 +1,5 @@
 """check: every outcome a law can have, repeatability, and the text of the report."""
 
-import io
 import json
 import time
 from typing import Any
@@ -14,7 +13,6 @@ from purecompose.testing import attempt
 from purecompose.testing.case import Case
 from purecompose.testing.checking import check
 from purecompose.testing.law import Broken, Law, LawViolation, NotJudged
-from purecompose.testing.record import run
 from purecompose.testing.report import Outcome, Report, Status
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite import purity
@@ -137,9 +135,9 @@ def test_a_law_is_blocked_by_the_law_that_owns_the_error() -> None:
     report = check(IN_PLACE, laws=["deterministic", "input_untouched"], tasks=["vectors"], max_examples=5)
     assert report["input_untouched"].status is Status.BROKEN
     blocked = report["deterministic"]
-    assert blocked.status is Status.BLOCKED and "breaks input_untouched first" in blocked.reason
+    assert blocked.status is Status.ERROR and "breaks input_untouched first" in blocked.reason
     assert blocked.num_acted == 0 and not report.ok
-    # Also if that law was not requested; then its remedy is shown.
+    # Also if that law was not requested; its remedy is shown.
     alone = check(IN_PLACE, laws=["deterministic"], tasks=["vectors"], max_examples=2)
     assert alone["deterministic"].reason == blocked.reason and "make new tensors" in str(alone)
 
@@ -156,22 +154,6 @@ def test_an_error_is_shown_once_with_the_authors_line_and_case() -> None:
     assert "test_checking.py:" in details and 'raise KeyError("three")' in details and "batch_size=3" in details
     assert details.count("in short at Event.AFTER_DATALOADER") == 1
     assert "input_untouched, deterministic, global_state_kept could not be tried" in " ".join(str(report).split())
-
-
-def test_an_error_in_the_core_or_a_companion_names_its_place() -> None:
-    def cut(state: State) -> State:
-        return state.replace(inputs=state.inputs[:, :2]) if state.num_examples == 3 else state
-
-    def running(subject: Subject, case: Case) -> bool:
-        run(case.step(subject.algorithm), case.state(), case.batches())
-        return True
-
-    law = Law("running", "it runs", "nothing", running)
-    short = outcome_of(changing("short", Event.AFTER_DATALOADER, cut), law, max_examples=40)
-    advice = "the plain step works on this case; look at what the algorithm returned"
-    assert short.status is Status.ERROR and dict(short.rows)["to do"] == advice
-    losing = outcome_of(changing("losing", Event.BATCH_START, lambda s: s.replace(slots={})), law, max_examples=40)
-    assert "broke its company: the companion bystander fails at" in dict(losing.rows)["to do"]
 
 
 def acting(is_about_option: bool = False) -> Law:
@@ -355,9 +337,9 @@ def test_bad_arguments_are_refused(arguments, error, message) -> None:
         check(LAWFUL, **arguments)
 
 
-def test_a_report_is_data_text_and_rich_text() -> None:
+def test_a_report_is_data_and_text() -> None:
     report = check(make_growing(), laws=["deterministic", "input_untouched"], tasks=["vectors"], max_examples=3)
-    data = json.loads(report.to_json())
+    data = json.loads(json.dumps(report.to_dict()))
     assert data["ok"] is False and data["tasks"] == ["vectors"] and data["algorithm"] == "growing(rate=0.001)"
     broken, kept = data["laws"]
     assert (broken["status"], kept["status"], kept["num_acted"]) == ("broken", "kept", 3)
@@ -368,6 +350,3 @@ def test_a_report_is_data_text_and_rich_text() -> None:
         text = report.text(width)
         assert all(len(line) <= width for line in text.splitlines())
         assert "BROKEN" in text and text.splitlines()[-1].startswith("NOT OK: 1 kept, 1 broken (")
-    console = pytest.importorskip("rich.console").Console(width=110, force_terminal=True, file=io.StringIO())
-    console.print(report)
-    assert "\x1b[1;31mBROKEN\x1b[0m" in console.file.getvalue()

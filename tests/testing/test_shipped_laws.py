@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from purecompose.testing import LAWS, SHIPPED, Status
-from purecompose.testing.checking import trials
+from purecompose.testing.checking import Trials
 from tests.shipped_examples import examples
 
 
@@ -15,7 +15,7 @@ each_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 
 @functools.cache  # the accepted tasks of an algorithm are determined once, not for each law
 def trials_of(row, source, max_examples, seed):
-    return trials(source, neutral=row.neutral, tasks=row.accepted, max_examples=max_examples, seed=seed)
+    return Trials(source, neutral=row.neutral, tasks=row.accepted, max_examples=max_examples, seed=seed)
 
 
 def check_kept(law, prepared):

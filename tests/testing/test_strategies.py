@@ -16,7 +16,7 @@ from purecompose.testing.case import Case
 from purecompose.testing.record import run
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
-from purecompose.testing.tasks import KINDS, TASKS, make_task
+from purecompose.testing.tasks import TASKS, make_task
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.predicates import epoch_ends
 
@@ -43,15 +43,6 @@ def idle(name, when) -> pc.Algorithm:
     return pc.Algorithm(name, when, lambda event, state: state)
 
 
-def test_kinds_of_events_are_all_events_and_do_not_overlap():
-    kinds = ["training", "evaluation", "prediction", "outer"]
-    found = {kind: set(sample(strategy.events(kind=kind), 400)) for kind in kinds}
-    assert set().union(*found.values()) == set(Event) and sum(map(len, found.values())) == len(Event)
-    assert found["training"] == set(compose(loop_events).events)
-    with pytest.raises(ValueError, match="kind='eval'.*'evaluation'"):
-        strategy.events(kind="eval")
-
-
 @given(strategy.timestamps())
 def test_counters_fit_each_other(point):
     length = point.run.batches_per_epoch
@@ -71,14 +62,6 @@ def test_predicates_cover_all_forms():
     drawn = [repr(predicate) for predicate in sample(strategy.predicates(), 300)]
     for part in ("after(", "before(", "every(", "epoch_ends", "in_epoch", " & ", " | ", "~"):
         assert any(part in text for text in drawn)
-
-
-@given(st.data(), st.sampled_from(KINDS))
-def test_models_take_the_batches_of_their_kind(data, kind):
-    before = torch.get_rng_state()
-    net, batch = data.draw(strategy.models(kind)), data.draw(strategy.batches(kind, form="tuple", targets="soft"))
-    assert torch.equal(before, torch.get_rng_state())
-    assert net.eval()(batch[0]).shape == batch[1].shape
 
 
 @given(st.data(), strategy.tasks())
@@ -128,7 +111,6 @@ def is_sliced(program):
 @pytest.mark.parametrize(
     ("drawn", "condition", "expected"),
     [
-        (strategy.events(), None, Event.INIT),
         (strategy.timestamps(), None, Timestamp(run=RunLength("1ep"))),
         (strategy.runs(), None, RunLength("1ep")),
         (strategy.predicates(), None, on(Event.AFTER_DATALOADER)),
@@ -151,13 +133,7 @@ def test_examples_shrink_to_the_simplest(drawn, condition, expected):
     assert smallest(drawn, condition or (lambda value: True)) == expected
 
 
-def test_networks_batches_and_states_vary():
-    def has_dropout(net):
-        return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in net.modules())
-
-    tied = smallest(strategy.models(), lambda net: hasattr(net, "head") and net.head.weight is net.embedding.weight)
-    assert not has_dropout(smallest(strategy.models())) and not has_dropout(tied)
-    assert all(has_dropout(smallest(strategy.models(kind), has_dropout)) for kind in KINDS)
+def test_batches_and_states_vary():
     tokens = smallest(strategy.batches(), lambda batch: isinstance(batch, dict) and "input_ids" in batch)
     assert tokens["input_ids"].shape == (1, 5)
     images, soft = smallest(strategy.batches("images", targets="soft", form="tuple", min_size=3, dtype=torch.float64))

@@ -14,13 +14,8 @@ from purecompose.errors import MatchError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Law, LawViolation
 from purecompose.testing.process import process_settings
-from purecompose.testing.suite.purity import (
-    deterministic,
-    global_state_kept,
-    input_untouched,
-    match_pure,
-    time_from_clock,
-)
+from purecompose.testing.suite.agreement import compiled_agrees
+from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched, match_pure
 from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS, NEVER, Predicate, every, on
 from tests.testing.mutants import purity as wrong
@@ -95,7 +90,7 @@ def test_a_match_by_kept_losses_is_found_once_a_loss_rises() -> None:
 
 @pytest.mark.parametrize(
     ("law", "wrong", "error"),
-    [(match_pure, matches_by_loss, MatchError), (time_from_clock, reads_timestamp, SealedTimeError)],
+    [(match_pure, matches_by_loss, MatchError), (compiled_agrees, reads_timestamp, SealedTimeError)],
     ids=["match", "apply"],
 )
 def test_reading_a_value_is_reported_by_the_librarys_errors(law: Law, wrong: Mutant, error: type[Exception]) -> None:

@@ -89,7 +89,7 @@ def stops_after_evaluations() -> Any:
     return change
 
 
-@wrong("frozen_kept", at=Event.EPOCH_END, task="frozen")
+@wrong("own_slot", at=Event.EPOCH_END, task="frozen")
 def decays_frozen_each_epoch(state: State) -> State:
     """Decays all params at the end of each epoch, frozen ones too."""
     return scaled_params(state, 0.9)
@@ -485,7 +485,7 @@ def branches_on_the_norm(state: State) -> State:
     return scaled_grads(state, 0.1 / norm) if float(norm) > 0.1 else state
 
 
-@wrong("time_from_clock", at=Event.AFTER_TRAIN_BATCH)
+@wrong("compiled_agrees", at=Event.AFTER_TRAIN_BATCH)
 def reads_the_timestamp(state: State) -> State:
     """Decays by `state.timestamp.batch`."""
     return scaled_grads(state, 0.9**state.timestamp.batch)
@@ -509,7 +509,7 @@ def rounds_through_half(state: State) -> State:
     return state.replace(grads={k: g.half().to(g) for k, g in (state.grads or {}).items()})
 
 
-@wrong("draws_independent", at=Event.BATCH_END)
+@wrong("own_slot", at=Event.BATCH_END)
 def advances_the_key(state: State) -> State:
     """Replaces the run's key by one derived from it."""
     return state.replace(key=random.fold_in(state.key, 1))

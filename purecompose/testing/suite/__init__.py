@@ -3,7 +3,6 @@
 from purecompose.testing.law import Law
 from purecompose.testing.suite.absence import (
     absent_when_unmatched as absent_when_unmatched,
-    draws_independent as draws_independent,
     draws_keyed as draws_keyed,
     list_position_free as list_position_free,
     neutral_setting as neutral_setting,
@@ -17,8 +16,6 @@ from purecompose.testing.suite.agreement import (
     vmap_agrees as vmap_agrees,
 )
 from purecompose.testing.suite.contract import (
-    buffers_kept as buffers_kept,
-    frozen_kept as frozen_kept,
     gradients_taken as gradients_taken,
     init_once as init_once,
     own_slot as own_slot,
@@ -35,7 +32,6 @@ from purecompose.testing.suite.purity import (
     global_state_kept as global_state_kept,
     input_untouched as input_untouched,
     match_pure as match_pure,
-    time_from_clock as time_from_clock,
 )
 from purecompose.testing.suite.runs import (
     evaluation_blind as evaluation_blind,
@@ -51,16 +47,12 @@ LAWS: tuple[Law, ...] = (
     deterministic,
     global_state_kept,
     match_pure,
-    time_from_clock,
     structure_kept,
     own_slot,
-    buffers_kept,
-    frozen_kept,
     init_once,
     absent_when_unmatched,
     neutral_setting,
     draws_keyed,
-    draws_independent,
     list_position_free,
     pairs_undone,
     evaluation_blind,

@@ -4,30 +4,18 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random
-from purecompose._support.functorch import is_transforming
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.random import Rng, draws as sources, salt
 from purecompose.testing.case import Case, bystander
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.record import (
-    LASTING,
-    Act,
-    Watched,
-    after_batch,
-    begun,
-    changed_context,
-    check_equal,
-    compare,
-    intercepted,
-)
+from purecompose.testing.record import LASTING, Act, Watched, after_batch, begun, changed_context, compare
 from purecompose.testing.subject import Subject
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -114,108 +102,6 @@ def _with_metrics_of(reference: State, state: State) -> State:
 
 # Two batches are enough for laws about neighbours.
 _FEW = 2
-_EARLY, _LATE = "early_witness", "late_witness"
-_LABELS = ("without the algorithm", "with it")
-
-
-@define_law(
-    "adding the algorithm leaves the draws of the others and of the network's layers as they were",
-    "take draws from state.rng(name) or state.example_rng(name), which use nothing up; never replace state.key, "
-    "state.first_example or state.clock",
-    exempt=never_acts,
-)
-def draws_independent(subject: Subject, case: Case) -> bool:
-    """Compare the draws of two bystanders, listed first and last, with and without the algorithm in between.
-
-    They draw for the batch and for the first example of each microbatch; at BEFORE_FORWARD also the draws of the
-    network's dropout for each example are computed. If the algorithm changes the number of examples, draws are compared
-    by position. The key, and everything else that draws depend on (clock, first example), must not change in any
-    application.
-    """
-    without, with_it = _Witnesses(case), _Witnesses(case, subject.algorithm)
-    ours, theirs = without.step.init(case.state()), with_it.step.init(case.state())
-    compare(case.state(), theirs, ("at the start", "afterwards"), fields=("key",), event=Event.INIT)
-    for batch in case.batches()[:_FEW]:
-        ours, theirs = without.after(ours, batch), with_it.after(theirs, batch)
-        for place, draws in without.seen.items():
-            _compare_draws(place, draws, with_it.seen.get(place, {}))
-        for name in (_EARLY, _LATE):
-            drawn = [{key: state.slots[name][key] for key in ("draws", "example_draw")} for state in (ours, theirs)]
-            check_equal(drawn[0], drawn[1], _LABELS, f"slots['{name}']")
-    return with_it.acted
-
-
-class _Witnesses:
-    """A step with a bystander at both ends of the list, and their draws in its last batch."""
-
-    def __init__(self, case: Case, *algorithms: Algorithm) -> None:
-        early, late = (intercepted(bystander(name), self._recording(name)) for name in (_EARLY, _LATE))
-        watched = (intercepted(algorithm, self._watching) for algorithm in algorithms)
-        self.step = case.step().replace(algorithms=[early, *case.listed(*watched), late])
-        self.start, self.inputs = case.state(), case.state().replace(batch=case.batch(0)).inputs
-        self.outer = [event for algorithm in algorithms for event in _OUTER if event in algorithm.events]
-        self.seen: dict[tuple[Event, str], dict[str, Tensor]] = {}
-        self.acted = False
-
-    def after(self, state: State, batch: Any) -> State:
-        """Return the state after a batch, and after the outer events at which the algorithm may act."""
-        self.seen = {}
-        for event in self.outer:
-            fired = self.step.fire(event, state)
-            self.acted |= fired is not state
-            compare(state, fired, ("before", "after"), fields=("key",), event=event)
-            state = fired
-        return self.step(state, batch)
-
-    def _watching(self, event: Event, state: State, act: Act) -> State:
-        """Check that the algorithm under test does not change anything that draws depend on."""
-        self.acted = True
-        after = act(state)
-        now = _sources(after)
-        for name, value in _sources(state).items():
-            check_equal(value, now[name], ("before", "after"), name, event=event)
-        return after
-
-    def _recording(self, name: str) -> Callable[[Event, State, Act], State]:
-        """Return a function that records the draws of a bystander."""
-
-        def around(event: Event, state: State, act: Act) -> State:
-            after = act(state)
-            if is_transforming():  # a method takes its own gradients, in which values cannot be read
-                return after
-            slot, first = after.slots[name], int(state.first_example or 0)
-            found = self.seen.setdefault((event, name), {})
-            found |= {"for the batch": slot["draws"], f"for example {first}": slot["example_draw"]}
-            if event is Event.BEFORE_FORWARD and name == _LATE:
-                draws = random.uniform(state.example_rng(".forward"), (state.num_examples,))
-                found |= {f"for the network at example {first + i}": draw for i, draw in enumerate(draws)}
-                if first == 0:
-                    found["for dropout"] = self.dropped_out(state)
-            return after
-
-        return around
-
-    def dropped_out(self, state: State) -> Tensor:
-        """Return the untrained network's outputs for fixed inputs in training mode, with the state's draws."""
-        probe = self.start.replace(key=state.key, clock=state.clock)
-        return batches.tensors(probe.call(self.inputs, name=".forward")[0])[0].detach()
-
-
-_OUTER = (Event.FIT_START, Event.EPOCH_START, Event.BEFORE_DATALOADER)
-
-
-def _sources(state: State) -> dict[str, Any]:
-    """Return everything that draws depend on."""
-    clock = state.clock
-    assert clock is not None
-    return {"key": state.key, "first_example": state.first_example, "clock": clock.values, "domain": clock.domain}
-
-
-def _compare_draws(place: tuple[Event, str], ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    event, name = place
-    for what, draw in ours.items():
-        if what in theirs:
-            check_equal(draw, theirs[what], _LABELS, f"what {name} draws at {event.name}, {what}: ")
 
 
 @define_law(

@@ -19,6 +19,7 @@ from purecompose._support import shards
 from purecompose._support.device import AUTOCAST
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import Step
+from purecompose.core.context import SealedTimeError
 from purecompose.core.means import has_mean
 from purecompose.core.state import State
 from purecompose.testing.attempt import is_refusal
@@ -40,26 +41,41 @@ Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
 """A function that judges a law with weights in a dtype: float64, or float32 if the algorithm or task requires it."""
 
 
-def judged(judge: Judge, subject: Subject, case: Case) -> bool:
-    """Return the judgement at the best precision; False if the case breaks the law without the algorithm, too."""
-    return _unless_idle_breaks(functools.partial(_at_best_precision, judge), subject, case)
+def at_best_precision(judge: Judge) -> Callable[[Subject, Case], bool]:
+    """Return a judge that uses float64 if possible, and returns False if the law is broken without the algorithm."""
+
+    def tried(subject: Subject, case: Case) -> bool:
+        if case.task.is_half:  # autocast does not affect float64, so methods for half precision would do nothing
+            return judge(subject, case, torch.float32)
+        try:
+            return judge(subject, case, torch.float64)
+        except (Broken, NotJudged):
+            raise
+        except Exception:  # an error that is not due to float64 is raised again in float32
+            return judge(subject, case, torch.float32)
+
+    @functools.wraps(judge)
+    def judged(subject: Subject, case: Case) -> bool:
+        return _unless_idle_breaks(tried, subject, case)
+
+    return judged
 
 
-def judged_in_double(judge: Judge, subject: Subject, case: Case) -> bool:
-    """Return the judgement in float64; False if the algorithm refuses that, or the case breaks the law without it.
+def in_double(judge: Judge) -> Callable[[Subject, Case], bool]:
+    """Return a judge in float64; it returns False if the algorithm refuses that, or the law is broken without it."""
 
-    In half precision nothing is judged, because autocast does not affect float64.
-    """
-    if case.task.is_half:
-        return False
-    try:
-        return _unless_idle_breaks(lambda s, c: judge(s, c, torch.float64), subject, case)
-    except (Broken, NotJudged):
-        raise
-    except Exception as error:
-        if is_refusal(error):
-            return False
-        raise
+    @functools.wraps(judge)
+    def judged(subject: Subject, case: Case) -> bool:
+        try:
+            return _unless_idle_breaks(lambda one, where: judge(one, where, torch.float64), subject, case)
+        except (Broken, NotJudged):
+            raise
+        except Exception as error:
+            if is_refusal(error):
+                return False
+            raise
+
+    return judged
 
 
 def _unless_idle_breaks(judge: Callable[[Subject, Case], bool], subject: Subject, case: Case) -> bool:
@@ -82,17 +98,6 @@ def _unchanged(event: Event, state: State) -> State:
     """Return the state; a function of the module, so that it can be sent to another process."""
     del event
     return state
-
-
-def _at_best_precision(judge: Judge, subject: Subject, case: Case) -> bool:
-    if case.task.is_half:  # autocast does not affect float64, so methods for half precision would do nothing
-        return judge(subject, case, torch.float32)
-    try:
-        return judge(subject, case, torch.float64)
-    except (Broken, NotJudged):
-        raise
-    except Exception:  # an error that is not due to float64 is raised again in float32
-        return judge(subject, case, torch.float32)
 
 
 def attempted(doing: str, act: Callable[[], Any]) -> Any:
@@ -185,7 +190,8 @@ def with_frozen_statistics(case: Case) -> Case:
     "and .numpy(); keep nothing in a closure; or declare host=True",
     exempt=lambda algorithm: never_acts(algorithm) or ("a host algorithm reads values" if algorithm.host else None),
 )
-def vmap_agrees(subject: Subject, case: Case) -> bool:
+@at_best_precision
+def vmap_agrees(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Map three steps over two or three states with different seeds and learning rates.
 
     Two steps use the same batch for all states, the third a batch for each. Integers must agree exactly. An error that
@@ -193,10 +199,6 @@ def vmap_agrees(subject: Subject, case: Case) -> bool:
     ends if rounding alone changes a choice in the step itself, such as the selection of examples or the sign of a
     gradient.
     """
-    return judged(_judge_vmap, subject, case)
-
-
-def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     cases = [dataclasses.replace(case, seed=case.seed + 500 * i) for i in range(2 + case.seed % 2)]
     watched = Watched(subject.algorithm)
     step = case.step(watched.algorithm)
@@ -282,7 +284,8 @@ def _first_not_finite(state: State) -> str | None:
     "AFTER_TRAIN_BATCH",
     exempt=never_acts,
 )
-def microbatches_agree(subject: Subject, case: Case) -> bool:
+@at_best_precision
+def microbatches_agree(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Take one step with each batch, whole and in slices: the case's number of microbatches, at least two.
 
     This compares gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
@@ -290,25 +293,9 @@ def microbatches_agree(subject: Subject, case: Case) -> bool:
     positions), because a mean over all positions then has another weight. BatchNorm, which mixes the examples of a
     slice, uses its running statistics. The comparison ends if rounding alone changes a choice in the step itself.
     """
-    return judged(_judge_microbatches, subject, case)
-
-
-def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
-    case = with_frozen_statistics(case)
     num = max(case.microbatches, 2)
-    watched = Watched(subject.algorithm)
-    whole = case.step(watched.algorithm, microbatches=1)
-    sliced = case.step(subject.algorithm, microbatches=num)
-    state = whole.init(case.state(dtype=dtype))
-    labels = ("with 1 microbatch", f"with {num} microbatches")
-    for batch in case.batches(dtype):
-        expected = whole.fold(state, batch)
-        found = attempted(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
-        edge = functools.partial(is_on_the_edge, whole, state, batch, whole.finish(expected))
-        if not _are_near(subject, expected, found, num, labels, edge):
-            return watched.acted
-        state = whole.finish(expected)
-    return watched.acted
+    sliced = with_frozen_statistics(case).step(subject.algorithm, microbatches=num)
+    return _divided(subject, case, dtype, f"{num} microbatches", lambda state, batch: [sliced.fold(state, batch)])
 
 
 @define_law(
@@ -318,28 +305,33 @@ def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> boo
     "flags there, to which each part adds, and leave outputs alone afterwards, when they are those of one part",
     exempt=never_acts,
 )
-def ranks_agree(subject: Subject, case: Case) -> bool:
+@at_best_precision
+def ranks_agree(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Take one step with each batch in one process and in two or three, simulated one after the other.
 
     The processes are compared with each other, bit for bit, and the first of them with the single process, as in
     `microbatches_agree`.
     """
-    return judged(_judge_ranks, subject, case)
-
-
-def _judge_ranks(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
-    case = with_frozen_statistics(case)
     size = 2 + case.seed % 2
-    watched = Watched(subject.algorithm)
-    whole, play = case.step(watched.algorithm, microbatches=1), played(case.step(subject.algorithm), size)
+    play = played(with_frozen_statistics(case).step(subject.algorithm), size)
+    return _divided(
+        subject, case, dtype, f"{size} processes", lambda state, batch: play(lambda step: step.fold(state, batch))
+    )
+
+
+def _divided(
+    subject: Subject, case: Case, dtype: torch.dtype, parts: str, divided: Callable[[State, Any], list[State]]
+) -> bool:
+    """Compare each step on whole batches with its ends in parts; return whether the algorithm acted."""
+    case, watched = with_frozen_statistics(case), Watched(subject.algorithm)
+    whole = case.step(watched.algorithm, microbatches=1)
     state = whole.init(case.state(dtype=dtype))
     for batch in case.batches(dtype):
         expected = whole.fold(state, batch)
-        act = functools.partial(play, lambda step, s=state, b=batch: step.fold(s, b))
-        found = attempted(f"raised only with {size} processes", act)
+        found = attempted(f"raised only with {parts}", functools.partial(divided, state, batch))
         edge = functools.partial(is_on_the_edge, whole, state, batch, whole.finish(expected))
-        if not _do_ranks_agree(subject, expected, found, edge):
-            return watched.acted
+        if not _are_near(subject, expected, found, parts, edge):
+            break
         state = whole.finish(expected)
     return watched.acted
 
@@ -353,7 +345,8 @@ def _judge_ranks(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     exempt=never_acts,
     most_cases=10,
 )
-def shards_agree(subject: Subject, case: Case) -> bool:
+@at_best_precision
+def shards_agree(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Train on each batch in one process and in two or four, with the events between steps.
 
     They divide the parameters, and gather them for a step or layer by layer, or only the batch, by the case's seed.
@@ -363,10 +356,6 @@ def shards_agree(subject: Subject, case: Case) -> bool:
     Nothing is judged if `fully_sharded` refuses the algorithm, or if the case cannot be sent to other processes: the
     algorithm must come from a text, such as "my_module:my_algorithm".
     """
-    return judged(_judge_shards, subject, case)
-
-
-def _judge_shards(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     # Companions come last: if surgery replaces parameters of which they remember something, that is not divided.
     case = dataclasses.replace(case, place=0)
     if case.microbatches > 1 or Trait.REPLACES_LAYERS in subject.algorithm.traits:
@@ -379,19 +368,18 @@ def _judge_shards(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     if not watched.acted and subject.algorithm.events != (Event.INIT,):
         return False
     size, gather = _DIVISIONS[case.seed % len(_DIVISIONS)]
-    by = " by data_parallel" if gather is None else f" by fully_sharded, gather={gather!r}"
+    by = "data_parallel" if gather is None else f"fully_sharded, gather={gather!r}"
+    parts = f"{size} processes by {by}"
     if gather == "layer":
         try:
             check_needs_no_parts(whole)
         except ValueError as refusal:
             raise NotJudged(str(refusal)) from refusal
-    found = attempted(
-        f"raised only with {size} processes{by}", lambda: _in_processes(size, subject, case, dtype, gather, len(data))
-    )
+    found = attempted(f"raised only with {parts}", lambda: _in_processes(size, subject, case, dtype, gather, len(data)))
     for batch, (before, end, expected), *fields in zip(data, steps, *found, strict=True):
         ends = [expected.replace(**values) for values in fields]
         edge = functools.partial(is_on_the_edge, whole, before, batch, whole.finish(end))
-        if not _do_ranks_agree(subject, expected, ends, edge, by):
+        if not _are_near(subject, expected, ends, parts, edge):
             break
     return watched.acted
 
@@ -443,38 +431,24 @@ _SHARED = (*_COMPARED, "buffers", "key")
 """What all processes have alike."""
 
 
-def _do_ranks_agree(
-    subject: Subject, expected: State, found: Sequence[State], edge: Callable[[], bool], by: str = ""
+def _are_near(
+    subject: Subject, expected: State, found: Sequence[State], parts: str, is_on_edge: Callable[[], bool]
 ) -> bool:
-    """Return `_are_near` for the state of one process and those of several, which must be equal bit for bit."""
+    """Return whether the end of a step agrees with those in parts; False if rounding alone explains why it does not.
+
+    The parts must be equal bit for bit; otherwise, and if they do not agree, `Broken` is raised.
+    """
     first, *others = [_without_own_metrics(one) for one in found]
     for rank, other in enumerate(others, 1):
         compare(first, other, ("in process 0", f"in process {rank}"), fields=_SHARED)
-    labels = ("with 1 process", f"with {len(found)} processes{by}")
-    return _are_near(subject, expected, found[0], len(found), labels, edge)
-
-
-def _are_near(
-    subject: Subject, expected: State, found: State, num: int, labels: tuple[str, str], edge: Callable[[], bool]
-) -> bool:
-    """Return whether states agree; False if rounding alone explains why they do not, and otherwise raise `Broken`.
-
-    Args:
-        subject: The algorithm.
-        expected: The state at the end of the whole step.
-        found: The state at the end of the step in parts.
-        num: Number of parts.
-        labels: Descriptions of the two.
-        edge: Function that returns whether rounding alone changes a choice in the whole step.
-    """
-    measures = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits
+    measures, num = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits, int(parts.partition(" ")[0])
     own = "" if measures else subject.name
     with_metrics = not measures and _weighs_examples(expected, num)
-    first, second = (_comparable(state, own, with_metrics) for state in (expected, found))
+    ours, theirs = (_comparable(state, own, with_metrics) for state in (expected, found[0]))
     try:
-        compare_rounded(first, second, labels, _COMPARED)
+        compare_rounded(ours, theirs, ("as a whole", f"with {parts}"), _COMPARED)
     except Broken:
-        if edge():
+        if is_on_edge():
             return False
         raise
     return True
@@ -518,12 +492,15 @@ _DRAWING = ("bystander", "noise")
     "a compiled step does what the step does, with the same draws, within rounding",
     "apply runs once, on tensors without numbers, and its graph serves all steps: choose with torch.where, not if; no "
     "float(), .item(), .numpy() or x[mask]; what changes from step to step comes from the state: time from "
-    "state.clock, memory from state.slots[name], settings from hparams; keep no tensor in a closure, a cache or a "
-    "global, not even from one event to the next, and do not ask with `is`; or declare host=True",
+    "state.clock, not from state.timestamp or match, memory from state.slots[name], settings from hparams; keep no "
+    "tensor in a closure, a cache or a global, not even from one event to the next, and do not ask with `is`; or "
+    "declare host=True",
+    owns=(SealedTimeError,),
     exempt=never_acts,
     most_cases=12,
 )
-def compiled_agrees(subject: Subject, case: Case) -> bool:
+@at_best_precision
+def compiled_agrees(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Take the case's steps and two more as composed, and the same steps in traced graphs.
 
     The graphs run as they were traced (`compile(backend="eager")`), so that only the tracing is judged. The case's seed
@@ -534,10 +511,6 @@ def compiled_agrees(subject: Subject, case: Case) -> bool:
     Integers must agree exactly. If rounding alone changes a discrete choice in the step itself, the comparison ends.
     Host algorithms run between the graphs.
     """
-    return judged(_judge_compiled, subject, case)
-
-
-def _judge_compiled(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     case = dataclasses.replace(case, others=tuple(name for name in case.others if name not in _DRAWING))
     # Microbatches divide a step as well: the parts before and after them are compiled separately.
     is_divided = case.microbatches == 1 and case.seed % 4 < 2

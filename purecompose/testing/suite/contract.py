@@ -28,7 +28,6 @@ from purecompose.testing.record import (
     changed_context,
     check_equal,
     compare,
-    copied,
     ended,
     fired,
     inserted,
@@ -36,7 +35,6 @@ from purecompose.testing.record import (
     snapshot,
 )
 from purecompose.testing.subject import Subject
-from purecompose.testing.tasks import Task
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
@@ -120,10 +118,13 @@ def _check_context(first: State, second: State, labels: tuple[str, str], event: 
 
 
 @define_law(
-    "an algorithm changes nothing that is not its own: others' slots and metrics, the run's key, hparams that it does "
-    "not name, and the loss that was differentiated",
+    "an algorithm changes nothing that is not its own: others' slots and metrics, what draws depend on (the run's key, "
+    "the clock, the number of the first example), hparams that it does not name, frozen parameters, the network's "
+    "buffers, and the loss that was differentiated",
     "remember in state.slots[name], by the name that the factory was given; add to metrics: {**state.metrics, name: "
-    "value}; draw from state.rng(name), which needs no new key; list the hparams that it writes in its config; report "
+    "value}; draw from state.rng(name) or state.example_rng(name), which use nothing up; list the hparams that it "
+    "writes in its config; go over state.grads or state.context.trainable, not over all of state.params; drop the "
+    "buffers of a forward pass of your own: outputs, _ = state.call(...), or declare Trait.SETS_BUFFERS; report "
     "another loss as a metric, or declare Trait.EDITS_LOSS",
     exempt=never_acts,
 )
@@ -150,25 +151,37 @@ def own_slot(subject: Subject, case: Case) -> bool:
 
 
 def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
-    """Return an `around` that raises `Broken` if the algorithm changes others' slots, metrics, hparams or the key."""
+    """Return an `around` that raises `Broken` if the algorithm changes what is not its own."""
     own_hparams, own_metrics = {hparam.name for hparam in subject.algorithm.hparams}, set[str]()
+    sets_buffers = Trait.SETS_BUFFERS in subject.algorithm.traits
 
-    def others(state: State) -> dict[str, Any]:
-        return {
+    def others(state: State, event: Event, frozen: frozenset[str]) -> dict[str, Any]:
+        found = {
             "slots": {name: slot for name, slot in state.slots.items() if name != subject.name},
             "hparams": {name: value for name, value in state.hparams.items() if name not in own_hparams},
+            "metrics": {name: value for name, value in state.metrics.items() if name not in own_metrics},
             "key": state.key,
+            "first_example": state.first_example,
+            "clock": None if state.clock is None else (state.clock.values, state.clock.domain),
         }
+        # INIT may replace layers, and an evaluation exchange the weights.
+        if event is not Event.INIT and not event.is_eval and not event.is_predict:
+            found["params"] = {name: param for name, param in state.params.items() if name in frozen}
+            found["buffers"] = {} if sets_buffers else state.buffers
+        return found
 
     def around(event: Event, state: State, act: Act) -> State:
-        before = copied({**others(state), "metrics": state.metrics})
+        before = snapshot(state, ("slots", "hparams", "metrics", "key", "params", "buffers"))
         after = act(state)
         own_metrics.update(after.metrics.keys() - state.metrics.keys())
-        foreign = {name: value for name, value in before["metrics"].items() if name not in own_metrics}
+        frozen = state.context.frozen & after.context.frozen
+        expected = others(before, event, frozen)
         for now in (state, after):  # the given state, too, because it may have been edited in place
-            found = {**others(now), "metrics": {name: now.metrics[name] for name in foreign if name in now.metrics}}
-            for field, value in {**before, "metrics": foreign}.items():
+            found = others(now, event, frozen)
+            for field, value in expected.items():
                 check_equal(value, found[field], _LABELS, field, event=event)
+        for name in (after.grads or {}).keys() - (state.grads or {}).keys() - set(after.context.trainable):
+            raise Broken("a gradient for a frozen parameter", where=f"grads[{name!r}]", event=event)
         return after
 
     return around
@@ -196,83 +209,6 @@ def _check_loss(state: State, seen: list[float]) -> None:
     if not is_nan and not any(math.isclose(found, one, rel_tol=1e-5, abs_tol=1e-6) for one in seen):
         labels = ("as it was differentiated", "at the end of the step")
         raise Broken(tree.Difference("", "", differentiated, found), labels, where="loss")
-
-
-def _sets_buffers(algorithm: Algorithm) -> str | None:
-    return "it sets buffers on purpose (Trait.SETS_BUFFERS)" if Trait.SETS_BUFFERS in algorithm.traits else None
-
-
-@define_law(
-    "an algorithm leaves the network's buffers, such as BatchNorm's statistics, to the step's own forward pass",
-    "drop the buffers of a forward pass of your own: outputs, _ = state.call(...); a "
-    "method that is there to set buffers (averages, re-estimated statistics) declares Trait.SETS_BUFFERS",
-    exempt=lambda algorithm: never_acts(algorithm) or _sets_buffers(algorithm),
-    unsuited=lambda task: None if task.has_buffers else "its network has no buffers",
-)
-def buffers_kept(subject: Subject, case: Case) -> bool:
-    """Compare the buffers around each application, and BatchNorm's counts of batches with and without the algorithm.
-
-    The counts are not compared if INIT has replaced the network.
-    """
-
-    def around(event: Event, state: State, act: Act) -> State:
-        before = snapshot(state, ["buffers"])
-        after = act(state)
-        for now in (state, after):
-            compare(before, now, _LABELS, fields=["buffers"], event=event)
-        return after
-
-    watched = Watched(subject.algorithm, around)
-    run(case.step(watched.algorithm), case.state(), case.batches())
-    # In one slice, because an algorithm that selects examples may leave fewer of them than slices.
-    steps = [case.step(*algorithms, microbatches=1) for algorithms in ((), (subject.algorithm,))]
-    without, with_it = (run(step, case.state(), case.batches()).states[-1] for step in steps)
-    if without.model == with_it.model:
-        ours, theirs = (
-            {name: count for name, count in state.buffers.items() if name.endswith("num_batches_tracked")}
-            for state in (without, with_it)
-        )
-        check_equal(ours, theirs, ("without the algorithm", "with it"), "buffers")
-    return watched.acted and bool(with_it.buffers)
-
-
-def _nothing_frozen(task: Task) -> str | None:
-    is_frozen = any(not param.requires_grad for param in task.make_net(0).parameters())
-    return None if is_frozen else "its network has no frozen parameters"
-
-
-@define_law(
-    "what is frozen stays, bit for bit, and has no gradient",
-    "go over state.grads or state.context.trainable, not over all of state.params: {**state.params, **{name: "
-    "state.params[name] * 0.99 for name in state.context.trainable}}",
-    exempt=never_acts,
-    unsuited=_nothing_frozen,
-)
-def frozen_kept(subject: Subject, case: Case) -> bool:
-    """Compare frozen parameters before and after each step, and check that no application adds a gradient of theirs.
-
-    INIT is left out. A parameter that is frozen or unfrozen during a step counts as not frozen.
-    """
-
-    def around(event: Event, state: State, act: Act) -> State:
-        after = act(state)
-        frozen.intersection_update(after.context.frozen)
-        for name in (after.grads or {}).keys() - (state.grads or {}).keys() - set(after.context.trainable):
-            raise Broken("a gradient for a frozen parameter", where=f"grads[{name!r}]", event=event)
-        return after
-
-    frozen: set[str] = set()
-    watched = Watched(subject.algorithm, around)
-    step = case.step(watched.algorithm)
-    state = begun(step, case.state())
-    for batch in case.batches():
-        frozen |= state.context.frozen
-        after = after_batch(step, state, batch)
-        frozen &= after.context.frozen & state.context.frozen
-        ours, theirs = ({name: s.params[name] for name in sorted(frozen) if name in s.params} for s in (state, after))
-        check_equal(ours, theirs, ("before the step", "after it"), "params")
-        state = after
-    return watched.acted
 
 
 def _silent_at_init(algorithm: Algorithm) -> str | None:

@@ -23,10 +23,10 @@ from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.record import Watched, inserted
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite.agreement import (
+    at_best_precision,
     attempted,
     compare_rounded,
-    judged,
-    judged_in_double,
+    in_double,
     with_frozen_statistics,
 )
 from purecompose.testing.tasks import Task
@@ -194,16 +194,13 @@ def _not_within(algorithm: Algorithm) -> str | None:
     is_about_option=True,
     idle="it did not act within the gradient, refuses float64, or has a kink at the point",
 )
-def loss_differentiated(subject: Subject, case: Case) -> bool:
+@in_double
+def loss_differentiated(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Compare the gradients of a step with finite differences of its loss, along a random direction.
 
     Both are computed within a step, by `state.gradient`, with the same batch, draws and slots. The algorithm does not
     act at AFTER_BACKWARD, where it may edit gradients.
     """
-    return judged_in_double(_judge_loss, subject, case)
-
-
-def _judge_loss(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     judgements: list[bool] = []
 
     def look(state: State) -> State:
@@ -247,12 +244,9 @@ def _nothing_ignored(task: Task) -> str | None:
     is_about_option=True,
     idle="it did not act where the outputs have the targets' positions",
 )
-def ignored_stay_ignored(subject: Subject, case: Case) -> bool:
+@at_best_precision
+def ignored_stay_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Take a step twice, the second time with other outputs at the positions that the targets ignore."""
-    return judged(_judge_ignored, subject, case)
-
-
-def _judge_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     # Batches with several ignored positions, for methods that change only some of the targets.
     ends, was_moved, case = [], False, dataclasses.replace(case, batch_size=max(16, case.batch_size))
     for amount in (0.0, 1.0):
@@ -363,7 +357,8 @@ def _mixer() -> Algorithm:
     is_about_option=True,
     idle="it never acted, refuses float64, or has a jump or kink at the point",
 )
-def gradient_exact(subject: Subject, case: Case) -> bool:
+@in_double
+def gradient_exact(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Differentiate the loss after two steps by "lr", the method's own hparams and the initial params.
 
     The derivatives are taken along a random direction.
@@ -372,10 +367,6 @@ def gradient_exact(subject: Subject, case: Case) -> bool:
     does not accept float64, the only dtype in which differences are precise enough. BatchNorm's running statistics
     carry no gradient from step to step, so a fault that only they cause does not count.
     """
-    return judged_in_double(_judge_gradient, subject, case)
-
-
-def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     try:
         return _judge_derivative(subject, case, dtype)
     except Broken:

@@ -2,15 +2,13 @@
 depends on time and shapes only."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
-from purecompose.core.context import SealedTime, SealedTimeError, Static
 from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.matching import Matcher
 from purecompose.core.state import State
@@ -170,18 +168,8 @@ def global_state_kept(subject: Subject, case: Case) -> bool:
 _OTHER_PROGRAMS = frozenset(node for node in (*eval_events, *predict_events) if isinstance(node, Event))
 _MOST_TIMES = 12
 
-
-class _Moment(NamedTuple):
-    """The inputs of a step's matching."""
-
-    state: State
-    batch: Any
-    later: Timestamp
-    """The time after the step."""
-
-
 _Answers = dict[tuple[int, Event], bool]
-"""Results of `match`, by the moment's number and the event."""
+"""Results of `match`, by the number of batches before the step and the event."""
 
 
 @define_law(
@@ -193,150 +181,60 @@ _Answers = dict[tuple[int, Event], bool]
 )
 def match_pure(subject: Subject, case: Case) -> bool:
     """Call `match` at every event and time of the run: forwards, backwards after some steps, and for other values."""
-    algorithm = subject.algorithm
-    step = case.step(algorithm)
-    state = step.init(case.state())
-    inside = frozenset(step.events)
-    moments = _moments(case, state)
+    algorithm, watched, batch = subject.algorithm, Watched(subject.algorithm), case.batch(0)
+    step = case.step(watched.algorithm)
+    state = begun(step, case.state())
+    states = _times(case, state)
     settings, before, labels = process_settings(), snapshot(state), ("before match was asked", "after it")
-    first = _asked(algorithm, inside, moments)
+    first = _asked(step, algorithm, states, batch)
     check_process(settings, labels)
     compare(before, state, labels)
 
-    for batch in case.batches():
-        state = _followed(subject, step, state, batch)
-    again = _asked(algorithm, inside, moments, backwards=True)
-    _check_same_answers(moments, first, again, ("at first", "asked again, after some steps"))
+    for taken in case.batches():
+        says = _asked(step, algorithm, [state], taken, backwards=True)
+        watched.applications.clear()
+        state = after_batch(step, state, taken)
+        acted = {event for event, _ in watched.applications}
+        acts = {(number, event): event in acted for number, event in says if event in step.events}
+        _check_same(acts, says, ("the step acts", "match says"))
+    _check_same(first, _asked(step, algorithm, states, batch, backwards=True), ("at first", "after some steps"))
 
     if not algorithm.host:
         other = dataclasses.replace(case, seed=case.seed + 1)
         twin = step.init(other.state())
-        run(step, twin, [other.batch(0)])
-        elsewhere = _asked(algorithm, inside, _moments(other, twin))
-        _check_same_answers(moments, first, elsewhere, ("for one state", "for another seed's, of equal shapes"))
+        after_batch(step, begun(step, other.state()), other.batch(0))
+        elsewhere = _asked(step, algorithm, _times(other, twin), other.batch(0))
+        _check_same(first, elsewhere, ("for one state", "for another seed's, of equal shapes"))
     return any(answer for (_, event), answer in first.items() if event is not Event.INIT)
 
 
-def _moments(case: Case, state: State) -> list[_Moment]:
-    """Return the times of the case's run, evenly distributed if it is long."""
+def _times(case: Case, state: State) -> list[State]:
+    """Return the state at the times of the case's run, evenly distributed if it is long."""
     batch, total = case.batch(0), case.epochs * case.batches_per_epoch
     size, tokens = state.context.layout.num_examples(batch), state.context.layout.num_tokens(batch)
     beginning = Timestamp(run=state.timestamp.run)
-    found = []
     stride = -(-total // _MOST_TIMES) | 1  # odd, so that both even and odd batches are included
-    for number in range(0, total, stride):
-        now = beginning.advance_by(number, size, tokens)
-        found.append(_Moment(state.replace(timestamp=now), batch, now.advance(size, tokens)))
+    return [state.replace(timestamp=beginning.advance_by(number, size, tokens)) for number in range(0, total, stride)]
+
+
+def _asked(step: Step, algorithm: Algorithm, states: list[State], batch: Any, *, backwards: bool = False) -> _Answers:
+    """Return the answers for all events and states; backwards with a new matcher for each."""
+    kept = {event: Matcher([algorithm], [event]) for event in Event}
+    found: _Answers = {}
+    for state in reversed(states) if backwards else states:
+        now, layout = state.timestamp, state.context.layout
+        later = now.advance(layout.num_examples(batch), layout.num_tokens(batch))
+        for event in reversed(Event) if backwards else Event:
+            matcher = Matcher([algorithm], [event]) if backwards else kept[event]
+            is_inside = event in step.events
+            given = batch if is_inside or event in _OTHER_PROGRAMS else None  # elsewhere there is no batch
+            bits = matcher.schedule(state, given, now, later if is_inside else now)
+            found[now.batch, event] = bits > 0 or bool(matcher.always)
     return found
 
 
-def _asked(
-    algorithm: Algorithm, inside: frozenset[Event], moments: list[_Moment], *, backwards: bool = False
-) -> _Answers:
-    """Return the answers for all events and moments; backwards with a new matcher for each."""
-    kept = {event: Matcher([algorithm], [event]) for event in Event}
-    questions = [(number, event) for number in range(len(moments)) for event in Event]
-    if not backwards:
-        return {(number, event): _ask(kept[event], inside, event, moments[number]) for number, event in questions}
-    return {
-        (number, event): _ask(Matcher([algorithm], [event]), inside, event, moments[number])
-        for number, event in reversed(questions)
-    }
-
-
-def _ask(matcher: Matcher, inside: frozenset[Event], event: Event, moment: _Moment) -> bool:
-    """Return the answer of a matcher as a step calls it; outside of programs there is no batch."""
-    state, batch, later = moment
-    has_batch = event in inside or event in _OTHER_PROGRAMS
-    now = state.timestamp
-    bits = matcher.schedule(state, batch if has_batch else None, now, later if event in inside else now)
-    return bits > 0 or bool(matcher.always)
-
-
-def _followed(subject: Subject, step: Step, state: State, batch: Any) -> State:
-    """Return the state after a step, in which the algorithm must act exactly where `match` returns True."""
-    inside, now = frozenset(step.events), state.timestamp
-    layout = state.context.layout
-    later = now.advance(layout.num_examples(batch), layout.num_tokens(batch))
-    moment = _Moment(state, batch, later)
-    announced = {e: _ask(Matcher([subject.algorithm], [e]), inside, e, moment) for e in step.events}
-    following = run(step, state, [batch], subject.name)
-    acted = {event for event, _ in following.applications}
-    for event, answer in announced.items():
-        if answer != (event in acted):
-            found = tree.Difference("", _when(now), answer, event in acted)
-            raise Broken(found, ("match says", "the step acts"), event=event, where="match")
-    return following.states[-1]
-
-
-def _check_same_answers(moments: list[_Moment], first: _Answers, second: _Answers, labels: tuple[str, str]) -> None:
+def _check_same(first: _Answers, second: _Answers, labels: tuple[str, str]) -> None:
     for (number, event), answer in first.items():
         if second[number, event] != answer:
-            what = _when(moments[number].state.timestamp)
+            what = f"the answer for the step after {number} batches"
             raise Broken(tree.Difference("", what, answer, not answer), labels, event=event, where="match")
-
-
-def _when(now: Timestamp) -> str:
-    return f"the answer for the step after {now.batch} batches"
-
-
-def _runs_on_host(algorithm: Algorithm) -> str | None:
-    return "it runs on the host, which may read the timestamp" if algorithm.host else never_acts(algorithm)
-
-
-@define_law(
-    "inside apply, time is read from state.clock, never from state.timestamp",
-    "read state.clock (tensors) inside apply; let match decide by state.timestamp, but keep nothing of it",
-    owns=(SealedTimeError,),
-    exempt=_runs_on_host,
-)
-def time_from_clock(subject: Subject, case: Case) -> bool:
-    """Apply the algorithm again to the same state and clock, with another time in the sealed timestamp and in `match`.
-
-    If an algorithm has another result each time even with the same time, nothing is judged.
-    """
-    judged: list[bool] = []
-
-    def around(event: Event, state: State, act: Act) -> State:
-        once = act(state)
-        sealed = state.static.timestamp
-        assert isinstance(sealed, SealedTime)
-        now, later = _another_time(case, batch, sealed.opened(later=False))
-        outside = state.replace(timestamp=now, clock=None, batch=None, outputs=None, grads=None)
-        again = _difference(once, act(state), ("at first", "once more"), event)
-        _ask_all(subject.algorithm, step.events, _Moment(outside, batch, later))
-        elsewhen = state.replace(static=Static(state.context, SealedTime(now, later)))
-        labels = (f"at batch {sealed.opened(later=False).batch}", f"with the same clock, match asked at {now.batch}")
-        found = _difference(once, act(elsewhen), labels, event)
-        judged.append(again is None)
-        if again is None and found is not None:
-            raise found
-        return once
-
-    batch = case.batch(0)
-    step = case.step(Watched(subject.algorithm, around).algorithm)
-    run(step, case.state(), case.batches())
-    return any(judged)
-
-
-def _difference(first: State, second: State, labels: tuple[str, str], event: Event) -> Broken | None:
-    try:
-        compare(first, second, labels, fields=STEP_FIELDS, event=event)
-    except Broken as found:
-        return found
-    return None
-
-
-def _another_time(case: Case, batch: Any, now: Timestamp) -> tuple[Timestamp, Timestamp]:
-    """Return the time before and after a step at the other end of the run."""
-    total, size = case.epochs * case.batches_per_epoch, case.batch_size
-    number = 0 if now.batch > 0 and 2 * now.batch >= total else max(total - 1, 1)
-    tokens = batches.num_tokens(batch)
-    other = Timestamp(run=now.run).advance_by(number, size, tokens)
-    return other, other.advance(size, tokens)
-
-
-def _ask_all(algorithm: Algorithm, events: Sequence[Event], moment: _Moment) -> None:
-    inside = frozenset(events)
-    for event in events:  # in the program's order, like a step
-        _ask(Matcher([algorithm], [event]), inside, event, moment)

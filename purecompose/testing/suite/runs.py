@@ -15,10 +15,10 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.references import read_by
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.compose import Step, compose
-from purecompose.core.loop import eval_events, loop_events, predict_events, update
-from purecompose.core.operation import Node, walk
-from purecompose.core.program import StateFn, events_in
+from purecompose.core.compose import Step
+from purecompose.core.loop import loop_events, update
+from purecompose.core.operation import walk
+from purecompose.core.program import events_in
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, InPlaceError
 from purecompose.losses.metrics import mean_loss
@@ -38,7 +38,6 @@ from purecompose.testing.record import (
     check_process,
     compare,
     copied,
-    inserted,
     snapshot,
 )
 from purecompose.testing.subject import Subject
@@ -86,71 +85,39 @@ class _Evaluation:
 
     def __init__(self, step: Step, data: Sequence[Any]) -> None:
         self.step, self.data = step, data
-        self.exchanged: dict[str, State] = {}
-        self.evaluating, self.predicting = (step.replace(program=program) for program in (eval_events, predict_events))
 
     def check(self, state: State) -> None:
         """Evaluate and predict, and compare each with the result of a step without algorithms."""
-        fields = ("params", "buffers", "slots")
-        before = snapshot(state, fields)
+        before = snapshot(state, _EVALUATED)
         try:
+            begun = self.step.fire(Event.EVAL_STANDALONE_START, state)
+            in_evaluation = _with_weights(state, self.step.fire(Event.EVAL_START, begun))
+            in_prediction = _with_weights(state, self.step.fire(Event.PREDICT_START, state))
             with ignoring_missing_terms():
-                self.check_evaluate(state)
-            self.check_predict(state)
-            self.check_weights(state)
+                ours, theirs = evaluate(in_evaluation, self.data), evaluate(state, self.data, step=self.step)
+            # The algorithm may add metrics of its own.
+            check_equal(dict(ours), {name: theirs.get(name) for name in ours}, _EVALUATION_LABELS, "metrics")
+            outputs = predict(in_prediction, self.data), predict(state, self.data, step=self.step)
+            check_equal(*outputs, _EVALUATION_LABELS, "outputs")
         except InPlaceError as error:
             raise Broken(str(error), event=error.event) from error
-        compare(before, state, ("before evaluation", "after it"), fields=fields)
-
-    def check_evaluate(self, state: State) -> None:
-        """Check `evaluate`, as a user calls it."""
-        begun = self.evaluating.fire(Event.EVAL_STANDALONE_START, state)
-        weights = self.exchanged["evaluation"] = _weights(state, self.evaluating.fire(Event.EVAL_START, begun))
-        ours, theirs = evaluate(weights, self.data), evaluate(state, self.data, step=self.step)
-        # Batch by batch first, which shows more detail.
-        self._check_batches(weights, self.evaluating.fire(Event.EVAL_START, begun), "eval")
-        _check_metrics(ours, theirs)
-
-    def check_predict(self, state: State) -> None:
-        """Check `predict`, as a user calls it."""
-        started = self.predicting.fire(Event.PREDICT_START, state)
-        weights = self.exchanged["prediction"] = _weights(state, started)
-        self._check_batches(weights, started, "predict")
-        ours, theirs = predict(weights, self.data), predict(state, self.data, step=self.step)
-        check_equal(ours, theirs, _EVALUATION_LABELS, "outputs")
-
-    def check_weights(self, state: State) -> None:
-        """Check that evaluation and prediction both exchange the weights, or neither; their own draws may differ."""
-        fields = ("params", "buffers")
-        is_exchanged = {
-            name: any(not tree.equal(getattr(state, field), getattr(weights, field)) for field in fields)
-            for name, weights in self.exchanged.items()
-        }
-        if is_exchanged["evaluation"] != is_exchanged["prediction"]:
+        # Both exchange the weights, or neither; their own draws may differ.
+        if _are_exchanged(state, in_evaluation) != _are_exchanged(state, in_prediction):
             labels = ("in evaluation", "in prediction")
-            compare(self.exchanged["evaluation"], self.exchanged["prediction"], labels, fields=fields)
-
-    def _check_batches(self, weights: State, started: State, domain: str) -> None:
-        through = self.evaluating if domain == "eval" else self.predicting
-        plain = compose(through.program)
-        for number, batch in enumerate(self.data):
-            ours, theirs = (
-                step.fold(state, batch, domain=domain, draw=number)
-                for step, state in ((plain, weights), (through, started))
-            )
-            for field in ("batch", "outputs", "loss"):
-                check_equal(getattr(ours, field), getattr(theirs, field), _EVALUATION_LABELS, field)
-            started = through.finish(theirs)
+            compare(in_evaluation, in_prediction, labels, fields=("params", "buffers"))
+        compare(before, state, ("before evaluation", "after it"), fields=_EVALUATED)
 
 
-def _weights(state: State, started: State) -> State:
+_EVALUATED = ("params", "buffers", "slots")
+
+
+def _with_weights(state: State, started: State) -> State:
     """Return the training state with the weights of evaluation."""
     return state.replace(params=started.params, buffers=started.buffers)
 
 
-def _check_metrics(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Check that evaluations agree in everything but the algorithm's own reports."""
-    check_equal(dict(ours), {k: v for k, v in theirs.items() if k in ours}, _EVALUATION_LABELS, "metrics")
+def _are_exchanged(state: State, evaluated: State) -> bool:
+    return any(not tree.equal(getattr(state, field), getattr(evaluated, field)) for field in ("params", "buffers"))
 
 
 def _pairs(algorithm: Algorithm) -> dict[Event, Event]:
@@ -180,92 +147,58 @@ def _no_pair(algorithm: Algorithm) -> str | None:
     idle="it puts nothing in place of something that it touches again at the closing event of the pair",
 )
 def pairs_undone(subject: Subject, case: Case) -> bool:
-    """Check after the closing event of a pair that everything replaced at the opening one is restored.
+    """Check at the closing event of a pair that what was replaced at the opening one is as it was.
 
     That is the batch, single hparams and the set of frozen parameters; also the parameters, for pairs between whose
-    events the optimizer does not change them. Values, dtypes and types of containers must agree. The algorithm may
-    change other things at the closing event; and a replacement may last, unless the algorithm has put the original into
-    its slot or changes the same thing at the closing event of any step.
+    events the optimizer does not change them. Values and dtypes must agree. A replacement may last, unless the
+    algorithm has put the original into its slot or changes the same thing at the closing event.
     """
-    opened = _Opened(subject)
-    step = case.step(Watched(subject.algorithm, opened.around).algorithm, program=opened.program)
+    pairs, has_judged = _pairs(subject.algorithm), False
+    keeps_params = _events_that_keep_params(pairs)
+    replaced: dict[Event, dict[str, Any]] = {}
+    kept: dict[Event, list[Tensor]] = {}
+    left, changed_alone = set[tuple[Event, str]](), set[tuple[Event, str]]()
+
+    def fields(state: State, event: Event) -> dict[str, Any]:
+        hparams = {f"hparams[{name!r}]": value for name, value in state.hparams.items()}
+        found = {"batch": state.batch, "frozen": state.context.frozen, **hparams}
+        return found | ({"params": state.params} if event in keeps_params else {})
+
+    def around(event: Event, state: State, act: Act) -> State:
+        nonlocal has_judged
+        before, slot = copied(fields(state, event)), state.slots.get(subject.name)
+        after = act(state)
+        now = fields(after, event)
+        changed = {name: value for name, value in before.items() if not tree.equal(value, now.get(name))}
+        if event in pairs:
+            replaced[pairs[event]] = changed
+            kept[pairs[event]] = _new_tensors(slot, after.slots.get(subject.name))
+            return after
+        opened = replaced.pop(event, {})
+        changed_alone.update((event, name) for name in changed if name not in opened)
+        for name, original in opened.items():
+            if name in changed or _is_among(kept[event], original, before[name]):
+                has_judged = True
+                check_equal(original, now.get(name), ("before the pair", f"after {event.name}"), name, event=event)
+        return after
+
+    step = case.step(Watched(subject.algorithm, around).algorithm)
     state = step.init(case.state())
     for batch in case.batches():
         state = step(state, batch)
-    opened.check()
-    return opened.has_to_undo
+        left |= {(event, name) for event, names in replaced.items() for name in names}
+        replaced.clear()
+    for event, name in left & changed_alone:
+        raise Broken("it is replaced in one step, and changed back in another", where=name, event=event)
+    return has_judged
 
 
-_Place = tuple[Event, str]
-"""A closing event, and the name of something replaced at its opening event."""
-
-
-class _Opened:
-    """The replacements at the opening events of pairs, which may have to be restored."""
-
-    def __init__(self, subject: Subject) -> None:
-        nodes = list(walk(loop_events))
-        updated = nodes.index(update)
-        late = {event: nodes.index(event) > updated for event in events_in(loop_events)}
-        self.name, self.closing_of = subject.name, _pairs(subject.algorithm)
-        self.opening_of = {closing: opening for opening, closing in self.closing_of.items()}
-        self.keeps_params = {e for o, c in self.closing_of.items() if late[o] == late[c] for e in (o, c)}
-        self.program = inserted(loop_events, self._look_after)
-        self.originals: dict[Event, dict[str, Any]] = {}
-        self.replaced, self.owed = set[_Place](), set[_Place]()
-        self.missing: dict[_Place, Broken] = {}
-
-    @property
-    def has_to_undo(self) -> bool:
-        """True if it has replaced anything that has to be restored."""
-        return bool(self.replaced & self.owed)
-
-    def around(self, event: Event, state: State, act: Act) -> State:
-        """Copy what an application replaces at an opening event, and record what it changes at a closing one."""
-        if event not in self.closing_of and event not in self.opening_of:
-            return act(state)
-        before, slot_before = copied(self._fields(state, event)), state.slots.get(self.name)
-        after = act(state)
-        now = self._fields(after, event)
-        changed = {name: value for name, value in before.items() if not tree.equal(value, now.get(name))}
-        if event in self.opening_of:
-            self.owed |= {(event, name) for name in changed}
-        else:
-            closing = self.closing_of[event]
-            self.originals[closing] = changed
-            self.replaced |= {(closing, name) for name in changed}
-            kept = _new_tensors(slot_before, after.slots.get(self.name))
-            self.owed |= {(closing, name) for name, value in changed.items() if _is_among(kept, value, now.get(name))}
-        return after
-
-    def check(self) -> None:
-        """Raise `Broken` for the first thing that has to be restored and is not."""
-        for place, broken in self.missing.items():
-            if place in self.owed:
-                raise broken
-
-    def _look_after(self, closing: Node) -> StateFn | None:
-        """Return a stage that checks the state after a closing event, whether or not the algorithm acted there."""
-        if not isinstance(closing, Event) or closing not in self.opening_of:
-            return None
-
-        def look(state: State) -> State:
-            now = self._fields(state, closing)
-            labels = (f"before {self.opening_of[closing].name}", f"after {closing.name}")
-            for name, original in self.originals.pop(closing, {}).items():
-                try:
-                    check_equal(original, now.get(name), labels, name, event=closing)
-                except Broken as broken:
-                    self.missing.setdefault((closing, name), broken)
-            self.check()
-            return state
-
-        return look
-
-    def _fields(self, state: State, event: Event) -> dict[str, Any]:
-        hparams = {f"hparams[{name!r}]": value for name, value in state.hparams.items()}
-        fields = {"batch": state.batch, "frozen": state.context.frozen, **hparams}
-        return fields | ({"params": state.params} if event in self.keeps_params else {})
+def _events_that_keep_params(pairs: Mapping[Event, Event]) -> set[Event]:
+    """Return the events of the pairs between which the optimizer does not change the parameters."""
+    nodes = list(walk(loop_events))
+    updated = nodes.index(update)
+    same_side = [pair for pair in pairs.items() if (nodes.index(pair[0]) > updated) == (nodes.index(pair[1]) > updated)]
+    return {event for pair in same_side for event in pair}
 
 
 def _new_tensors(before: Any, after: Any) -> list[Tensor]:
@@ -290,8 +223,8 @@ _MOST_BATCHES = 8
 
 
 @define_law(
-    "two runs of fit from one state end alike, bit for bit, and leave the state, what is frozen, others' slots and the "
-    "process as they were",
+    "two runs of fit from one state end alike, bit for bit, and leave the state, what is not the algorithm's own and "
+    "the process as they were",
     "remember in state.slots[name], made at INIT, also from one epoch to the next; at events outside the step, too, "
     "go over state.context.trainable, replace your own slot only, and leave global settings alone",
     exempt=never_acts,
@@ -311,9 +244,6 @@ def fit_repeats(subject: Subject, case: Case) -> bool:
     compare(before, start, ("before fit", "after it"))
     check_equal(first.metrics, second.metrics, _FIT_LABELS, "metrics seen by observers")
     compare(first.end, second.end, _FIT_LABELS)
-    frozen = sorted(start.context.frozen & first.end.context.frozen & first.end.params.keys())
-    ours, theirs = ({name: state.params[name] for name in frozen} for state in (start, first.end))
-    check_equal(ours, theirs, ("before fit", "after it"), "params")
     return watched.acted
 
 
@@ -454,12 +384,8 @@ def resume_exact(subject: Subject, case: Case) -> bool:
             resumed_end = _resumed_elsewhere(subject, case, path, end)
         except RemoteError as error:
             raise Broken(f"the run continues here, but fails in a new process: {error}", event=only) from error
-        try:
-            check_equal(vars(end.timestamp), vars(resumed_end.timestamp), _RESUMED_LABELS, "timestamp", event=only)
-            compare(end, resumed_end, _RESUMED_LABELS, event=only)
-        except Broken as broken:
-            broken.cause = _cause(subject, case, path, end)
-            raise
+        check_equal(vars(end.timestamp), vars(resumed_end.timestamp), _RESUMED_LABELS, "timestamp", event=only)
+        compare(end, resumed_end, _RESUMED_LABELS, event=only)
     return watched.acted
 
 
@@ -488,20 +414,6 @@ def _resumed(subject: Subject, case: Case, path: Path) -> State:
     template = step.init(dataclasses.replace(case, seed=case.seed + 1, start=0, lr=2 * case.lr).state())
     state = load(path, like=template, step=step)
     return _after(step, state, case, range(first, first + case.num_batches))
-
-
-def _cause(subject: Subject, case: Case, path: Path, end: State) -> str:
-    """Return the cause of a difference as text: the process, or the algorithm's hidden memory; empty if unknown."""
-    if subject.source is None:
-        return ""
-    try:
-        compare(end, _resumed(subject.rebuilt(), case, path), _RESUMED_LABELS)
-    except Exception:
-        return "what it has kept outside of the state (a closure, an attribute, a counter), which a new one lacks"
-    return (
-        "the process: the same algorithm, made again in this one, agrees. Look for hash(text), id(), the order "
-        "of a set, a process number, a clock, or a global of the module that its first run fills"
-    )
 
 
 def _more(case: Case) -> int:

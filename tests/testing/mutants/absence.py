@@ -90,31 +90,31 @@ def _next_key(state: State) -> State:
     return state.replace(key=random.split(state.key)[0])
 
 
-@mutant("draws_independent", at=Event.BATCH_START)
+@mutant("own_slot", at=Event.BATCH_START)
 def splits_the_key(state: State) -> State:
     """Splits the run's key in every batch and keeps one half, as one does in JAX."""
     return _next_key(state)
 
 
-@mutant("draws_independent", at=(Event.INIT, Event.BATCH_END))
+@mutant("own_slot", at=(Event.INIT, Event.BATCH_END))
 def splits_the_key_at_init(event: Event, state: State) -> State:
     """Splits the run's key once, for itself."""
     return _next_key(state) if event is Event.INIT else state
 
 
-@mutant("draws_independent", at=Event.BATCH_END)
+@mutant("own_slot", at=Event.BATCH_END)
 def forgets_everything(state: State) -> State:
     """Clears its slot at the end of a batch, and the slots of all other algorithms with it."""
     return state.replace(slots=tree.map(torch.zeros_like, state.slots))
 
 
-@mutant("draws_independent", at=Event.BEFORE_FORWARD)
+@mutant("own_slot", at=Event.BEFORE_FORWARD)
 def renumbers_examples(state: State) -> State:
     """Renumbers the examples for its own draws, and does not restore the numbers."""
     return state.replace(first_example=(state.first_example or 0) + state.num_examples)
 
 
-@mutant("draws_independent", at=Event.BEFORE_TRAIN_BATCH)
+@mutant("own_slot", at=Event.BEFORE_TRAIN_BATCH)
 def looks_ahead(state: State) -> State:
     """Moves the clock on, to read what a schedule will be, and does not set it back."""
     assert state.clock is not None

@@ -146,14 +146,14 @@ def overwrites_loss(event: Event, state: State) -> State:
 # buffers_kept
 
 
-@mutant("buffers_kept", at=Event.AFTER_DATALOADER, task="images")
+@mutant("own_slot", at=Event.AFTER_DATALOADER, task="images")
 def second_forward(state: State) -> State:
     """Keeps the buffers of an extra forward pass in training mode: running statistics see a batch twice."""
     outputs, buffers = state.run_model(state.inputs, train=True, rng_name="second_forward")
     return state.replace(buffers=buffers, metrics={**state.metrics, "outputs": outputs.mean()})
 
 
-@mutant("buffers_kept", at=Event.AFTER_TRAIN_BATCH, task="images")
+@mutant("own_slot", at=Event.AFTER_TRAIN_BATCH, task="images")
 def resets_statistics(state: State) -> State:
     """Resets running statistics to their first values, as before a recalibration that never happens."""
     begun = {
@@ -163,7 +163,7 @@ def resets_statistics(state: State) -> State:
     return state.replace(buffers=begun)
 
 
-@mutant("buffers_kept", at=Event.AFTER_TRAIN_BATCH, task="images")
+@mutant("own_slot", at=Event.AFTER_TRAIN_BATCH, task="images")
 def statistics_in_place(state: State) -> State:
     """Damps running means in place, so that old and new state agree and both are wrong."""
     for name, buffer in state.buffers.items():
@@ -175,7 +175,7 @@ def statistics_in_place(state: State) -> State:
 # frozen_kept
 
 
-@mutant("frozen_kept", at=Event.AFTER_TRAIN_BATCH, task="frozen")
+@mutant("own_slot", at=Event.AFTER_TRAIN_BATCH, task="frozen")
 def decays_frozen(state: State) -> State:
     """Decays all of `state.params`, where those of `state.context.trainable` were meant."""
     return scaled_params(state, 0.99)

@@ -324,13 +324,13 @@ def host_match_writes() -> Algorithm:
 # time_from_clock
 
 
-@mutant("time_from_clock", at=Event.AFTER_TRAIN_BATCH)
+@mutant("compiled_agrees", at=Event.AFTER_TRAIN_BATCH)
 def reads_timestamp(state: State) -> State:
     """Decays by `state.timestamp` inside apply, where it would be compiled in as a constant."""
     return scaled_params(state, 1 / (1 + state.timestamp.batch))
 
 
-@mutant("time_from_clock", at=Event.AFTER_TRAIN_BATCH)
+@mutant("compiled_agrees", at=Event.AFTER_TRAIN_BATCH)
 def opens_the_seal(state: State) -> State:
     """Opens the sealed timestamp, which is there for the host's use only."""
     sealed = state.static.timestamp
@@ -338,7 +338,7 @@ def opens_the_seal(state: State) -> State:
     return scaled_params(state, 1 / (1 + sealed.opened(later=False).batch))
 
 
-@mutant("time_from_clock")
+@mutant("compiled_agrees")
 def time_by_match() -> Algorithm:
     """Its match stores the time in a closure, where apply reads it as a Python number."""
     moment: dict[str, Timestamp] = {}
@@ -354,7 +354,7 @@ def time_by_match() -> Algorithm:
     return Algorithm("time_by_match", match, apply)
 
 
-@mutant("time_from_clock")
+@mutant("compiled_agrees")
 def warms_up_by_match() -> Algorithm:
     """Its match computes the fraction of the run, a Python number, by which apply scales the gradients."""
     share = 0.0
