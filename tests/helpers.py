@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, on, optim
+from purecompose.core.scopes import Scope
 from purecompose.time.predicates import Predicate
 
 
@@ -151,6 +152,12 @@ def assert_close(first: Any, second: Any, *, rtol: float = 1e-5, atol: float = 1
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name].detach(), second[name].detach(), rtol=rtol, atol=atol, msg=name)
+
+
+def without(program: Sequence[Any], name: str) -> tuple[Any, ...]:
+    """Return a program without a pair of events, such as BATCH_START and BATCH_END for "batch"."""
+    kept = [node for node in program if not (isinstance(node, Event) and node.canonical_name == name)]
+    return tuple(type(node)(*without(node.body, name)) if isinstance(node, Scope) else node for node in kept)
 
 
 def nt_xent(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -13,19 +13,15 @@ from hypothesis import strategies as st
 from purecompose import batch as batching, optim
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import advance, forward, loop_events, loss, update
-from purecompose.core.operation import Node
-from purecompose.core.program import Program, events_in
-from purecompose.core.scopes import Grad, Microbatches
+from purecompose.core.loop import loop_events
+from purecompose.core.program import events_in
 from purecompose.core.state import State
 from purecompose.schedule import hparam
 from purecompose.testing.case import COMPANIONS, COMPANY, Case, find_moments
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS, MakeBatch, MakeNet, Task, make_task
-from purecompose.time import RunLength, Timestamp, TimeUnit
-from purecompose.time.event import Event
-from purecompose.time.predicates import Predicate, after, before, between, epoch_ends, every, on
+from purecompose.time import RunLength, Timestamp
 
 
 _LOOP = events_in(loop_events)
@@ -83,53 +79,6 @@ def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
         point = point if point.batch == 0 else point.advance_epoch()
         point = point.advance_by(draw(st.integers(0, 20)), draw(st.integers(0, 9)), draw(st.integers(0, 5)))
     return point
-
-
-def predicates(run: RunLength | None = None, *, max_leaves: int = 4) -> st.SearchStrategy[Predicate]:
-    """Generate predicates of `on`, `between`, `every`, `after`, `before`, `epoch_ends`, also combined by `&`, `|`, `~`.
-
-    They shrink to `on(AFTER_DATALOADER)`.
-
-    Args:
-        run: A run in which they must have an answer; by default one that has a duration and known epochs.
-        max_leaves: Maximal number of predicates that are combined.
-
-    Example::
-
-        @given(predicates())
-        def test_predicates(predicate): ...
-    """
-    leaf = st.one_of(_leaves(run or RunLength("1ep", batches_per_epoch=1)))
-    return st.recursive(leaf, _joined, max_leaves=max_leaves)
-
-
-def _joined(inner: st.SearchStrategy[Predicate]) -> st.SearchStrategy[Predicate]:
-    both = st.builds(lambda p, q: p & q, inner, inner)
-    either = st.builds(lambda p, q: p | q, inner, inner)
-    return both | either | inner.map(lambda p: ~p)
-
-
-def _leaves(run: RunLength) -> list[st.SearchStrategy[Predicate]]:
-    points = st.builds("{}{}".format, st.integers(0, 12), st.sampled_from(["ba", "ep", "sp", "tok"]))
-    intervals: list[st.SearchStrategy[Any]] = [st.integers(1, 5)]
-    leaves: list[st.SearchStrategy[Predicate]] = [
-        st.just(on(Event.AFTER_DATALOADER)),
-        st.sets(st.sampled_from(_LOOP), min_size=1, max_size=3).map(lambda chosen: on(*chosen)),
-    ]
-    if run.total_batches is not None:
-        intervals.append(st.integers(1, 20).map(lambda n: f"{n / 20}dur"))
-    if run.batches_per_epoch is not None:
-        intervals.append(st.integers(1, 2).map("{}ep".format))
-        leaves.append(st.just(epoch_ends()))
-    if run.duration is not None and run.duration.unit is not TimeUnit.SECOND:
-        fractions = st.integers(0, 20).map(lambda n: n / 20)
-        windows = st.tuples(fractions, fractions).map(sorted)
-        leaves.append(windows.map(lambda window: between(*window)))
-        points = fractions | points
-    leaves += [points.map(after), points.map(before), st.one_of(intervals).map(every)]
-    if run.batches_per_epoch is not None:
-        leaves.append(st.integers(1, 5).map(lambda n: every(n, in_epoch=True)))
-    return leaves
 
 
 # Networks and data
@@ -258,48 +207,6 @@ def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.S
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
     each = st.one_of([row.algorithms() for row in rows])
     return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
-
-
-@st.composite
-def programs(draw: st.DrawFn, *, trains: bool | None = None) -> Program:
-    """Generate programs that `compose` accepts, which shrink to `loop_events`.
-
-    Some are training loops in which events are left out (both halves of a pair together) or change places, with and
-    without `Microbatches`, of any number of slices. Others are only events.
-
-    Args:
-        trains: True for programs with a gradient and an update, False for programs without; by default either.
-
-    Example::
-
-        @given(programs())
-        def test_programs(program): ...
-    """
-    if trains or (trains is None and not draw(st.booleans())):
-        return draw(st.just(loop_events) | _loops())
-    return tuple(draw(st.lists(st.sampled_from(_LOOP), unique=True)))
-
-
-@st.composite
-def _loops(draw: st.DrawFn) -> Program:
-    dropped = draw(st.sets(st.sampled_from(sorted({event.canonical_name for event in _LOOP}))))
-
-    def some(*given: Event) -> tuple[Event, ...]:
-        kept = [event for event in given if event.canonical_name not in dropped]
-        return tuple(draw(st.permutations(kept)))
-
-    grad = Grad(
-        *some(Event.BEFORE_FORWARD),
-        forward,
-        *some(Event.AFTER_FORWARD, Event.BEFORE_LOSS),
-        loss,
-        *some(Event.AFTER_LOSS, Event.BEFORE_BACKWARD),
-    )
-    inner: tuple[Node, ...] = (grad, *some(Event.AFTER_BACKWARD))
-    if draw(st.booleans()):
-        inner = (Microbatches(*inner, microbatches=draw(st.none() | st.integers(1, 4))),)
-    opening = some(Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
-    return (*opening, *inner, *some(Event.AFTER_TRAIN_BATCH), update, advance, *some(Event.BATCH_END))
 
 
 # Cases

@@ -4,7 +4,6 @@ They are short on purpose: each represents a technique (memory, draws, pairs, ho
 events) that a law could take for a mistake.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -278,22 +277,6 @@ def host_generator_from_the_key(event: Event, state: State, name: str) -> State:
     return state.replace(inputs=state.inputs + 0.1 * torch.as_tensor(noise).to(state.inputs))
 
 
-@functools.lru_cache(maxsize=8)
-def _window(length: int) -> Tensor:
-    return torch.hann_window(length, dtype=torch.float64)
-
-
-@lawful(on(Event.AFTER_DATALOADER), "images")
-def bounded_cache(event: Event, state: State, name: str) -> State:
-    return state.replace(inputs=state.inputs * (1 - 0.1 * _window(state.inputs.shape[-1]).to(state.inputs)))
-
-
-@lawful(on(Event.INIT, Event.EPOCH_START, Event.BATCH_END), "vectors")
-def count_of_the_epoch(event: Event, state: State, name: str) -> State:
-    old = state.slots[name] if event is Event.BATCH_END else torch.zeros((), dtype=torch.int64, device=state.device)
-    return remember(state, name, old + (event is Event.BATCH_END))
-
-
 @lawful(on(Event.EPOCH_END), "vectors", "frozen")
 def decay_each_epoch(event: Event, state: State, name: str) -> State:
     return state.replace(params={**state.params, **{k: 0.9 * state.params[k] for k in state.context.trainable}})
@@ -302,15 +285,6 @@ def decay_each_epoch(event: Event, state: State, name: str) -> State:
 @lawful(on(Event.FIT_START), "vectors")
 def shrink_at_the_start(event: Event, state: State, name: str) -> State:
     return state.replace(params={**state.params, **{k: 0.9 * state.params[k] for k in state.context.trainable}})
-
-
-@lawful(on(Event.INIT, Event.BATCH_END), "vectors")
-def ring_of_losses(event: Event, state: State, name: str) -> State:
-    if event is Event.INIT:
-        return remember(state, name, torch.zeros(4, device=state.device))
-    assert state.loss is not None
-    ring = torch.cat([state.slots[name][1:], state.loss.detach().to(torch.float32)[None]])
-    return report(remember(state, name, ring), f"{name}/mean", ring.mean())
 
 
 @lawful(on(Event.INIT, Event.AFTER_TRAIN_BATCH), "vectors", "zero_head")

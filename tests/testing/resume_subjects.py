@@ -50,17 +50,6 @@ def talks() -> Algorithm:
     return Algorithm("talks", on(Event.BATCH_END), apply)
 
 
-def reads_last_metrics() -> Algorithm:
-    """Reads metrics back; a step begins without any, so it never sees those of the previous step."""
-
-    def apply(event: Event, state: State) -> State:
-        assert state.loss is not None
-        factor = state.metrics["seen"] if "seen" in state.metrics else 0.5
-        return _plain(event, state).replace(metrics={**state.metrics, "seen": state.loss * factor})
-
-    return Algorithm("reads_last_metrics", on(Event.BATCH_END), apply)
-
-
 def plain() -> Algorithm:
     """Does nothing wrong."""
     return Algorithm("plain", on(Event.BATCH_END, Event.AFTER_TRAIN_BATCH), _plain)

@@ -6,9 +6,9 @@ from hypothesis import given, settings, strategies as st
 import purecompose as pc
 from purecompose import Event, after, algorithms as alg, before, between, compose, every, loop_events, on
 from purecompose.testing.case import Case, find_moments
-from purecompose.testing.strategies import predicates
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.predicates import NEVER, epoch_ends
+from tests.time.predicate_strategies import predicates
 
 
 EVENTS = compose(loop_events).events

@@ -1,7 +1,6 @@
 """check: every outcome a law can have, repeatability, and the text of the report."""
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from hypothesis import assume
 
 from purecompose import Algorithm, Event, State, after, algorithms as alg, between, identity, on
-from purecompose.testing import attempt
 from purecompose.testing.case import Case
 from purecompose.testing.checking import check
 from purecompose.testing.law import Broken, Law, LawViolation, NotJudged
@@ -187,11 +185,6 @@ def test_a_law_is_kept_only_if_the_algorithm_acted(algorithm: Algorithm, law: An
     assert (outcome.status, outcome.reason) == (status, reason)
 
 
-def test_advice_for_algorithms_that_never_acted_is_printed_once() -> None:
-    report = check(IDLE, laws=PURITY, tasks=["vectors"], max_examples=2)
-    assert not report.ok and str(report).count("Does match say yes") == 1
-
-
 def test_a_law_that_takes_long_is_tried_on_few_cases_and_may_discard_some() -> None:
     def picky(case: Case) -> bool:
         assume(case.batch_size % 2 == 0)
@@ -297,27 +290,6 @@ def test_nothing_is_printed_or_changed(capfd, tmp_path, monkeypatch) -> None:
     check(make_growing(), laws=PURITY, max_examples=3, tasks=["vectors"])
     assert capfd.readouterr() == ("", "")
     assert torch.equal(torch.get_rng_state(), generator) and torch.get_num_threads() == threads
-
-
-@pytest.mark.slow
-def test_a_slow_law_is_not_shrunk_for_long(monkeypatch) -> None:
-    monkeypatch.setattr(attempt, "SHRINK_SECONDS", 1.0)
-
-    def slow_failure(case: Case) -> bool:
-        time.sleep(0.3)
-        if case.seed > 0:
-            raise Broken(f"seed {case.seed}")
-        return True
-
-    start = time.perf_counter()
-    assert outcome_of(LAWFUL, law_of(slow_failure)).status is Status.BROKEN
-    assert time.perf_counter() - start < 6
-
-
-def test_progress_is_reported_before_each_law() -> None:
-    seen: list[tuple[str, int, int]] = []
-    check(LAWFUL, laws=PURITY, tasks=["vectors"], max_examples=1, progress=lambda *news: seen.append(news))
-    assert seen == [(one.name, index, 3) for index, one in enumerate(PURITY, 1)]
 
 
 @pytest.mark.parametrize(

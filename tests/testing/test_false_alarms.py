@@ -6,17 +6,18 @@ import warnings
 import numpy
 import pytest
 import torch
-from hypothesis import find, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from purecompose import Algorithm, Event, after, every, on
 from purecompose._support.device import read_settings
 from purecompose.testing.case import Case, find_moments
 from purecompose.testing.law import LawViolation
 from purecompose.testing.process import process_restored, process_settings
-from purecompose.testing.strategies import cases, predicates
+from purecompose.testing.strategies import cases
 from purecompose.testing.suite.agreement import microbatches_agree
 from purecompose.testing.suite.loss import gradient_exact
 from purecompose.testing.tasks import TASKS
+from tests.time.predicate_strategies import predicates
 
 
 LOADED = on(Event.AFTER_DATALOADER)
@@ -52,12 +53,6 @@ def test_cases_leave_room_unless_the_algorithm_only_acts_in_the_last_batches(dat
 @settings(max_examples=20)
 def test_the_run_is_prolonged_for_algorithms_that_act_late(predicate, data):
     assert has_room(data.draw(cases(algorithm=idle(predicate))))
-
-
-@pytest.mark.parametrize("predicate", [LOADED & after(0.999), on(Event.BATCH_END) & every("1dur")], ids=repr)
-def test_an_algorithm_that_only_acts_in_the_runs_last_batch_is_reached(predicate):
-    found = find(cases(algorithm=idle(predicate)), lambda case: not has_room(case))
-    assert (found.num_batches, found.start) == (1, found.batches_per_epoch * found.epochs - 1)
 
 
 # Tasks

@@ -6,7 +6,6 @@ from hypothesis import find, given, settings, strategies as st
 
 from purecompose import compose, loop_events, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.core.scopes import Scope
 from purecompose.schedule import Hparam, Product, Schedule, collect
 from purecompose.testing.case import Case
 from purecompose.testing.law import acts_in_step
@@ -15,8 +14,8 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.strategies import cases
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS
-from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
+from tests.helpers import without
 from tests.sampling import one_in
 from tests.shipped_examples import examples
 
@@ -111,12 +110,6 @@ def test_edge_values_are_among_the_settings():
     assert drawn("mixup", lambda given: isinstance(given["alpha"], Product))
     assert drawn("selective_backprop", lambda given: given.get("keep") == 1)
     assert drawn("selective_backprop", lambda given: given.get("full_every") == 1)
-
-
-def without(program, name):
-    """Return a program without a pair of events, such as BATCH_START and BATCH_END for "batch"."""
-    kept = [node for node in program if not (isinstance(node, Event) and node.canonical_name == name)]
-    return tuple(type(node)(*without(node.body, name)) if isinstance(node, Scope) else node for node in kept)
 
 
 @pytest.mark.filterwarnings("ignore:.* which the program does not have")

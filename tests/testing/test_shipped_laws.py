@@ -27,14 +27,12 @@ def check_kept(law, prepared):
 @pytest.mark.parametrize(
     ("row", "source", "law"),
     [
-        # One law in 24 of each method, and one method in 24 of each law; all of them in the slow tests. The law
-        # `memory_bounded`, which needs hundreds of steps, takes as long as all others together.
+        # One law in 24 of each method, and one method in 24 of each law; all of them in the slow tests.
         pytest.param(row, source, law, marks=[] if is_quick else pytest.mark.slow, id=f"{law.name}-{source}")
         for number, row in enumerate(SHIPPED.values())
         for source in row.examples
         for place, law in enumerate(LAWS)
-        for rate in [48 if law.name == "memory_bounded" else 24]
-        for is_quick in [source == row.examples[0] and (number + place) % rate == 0]
+        for is_quick in [source == row.examples[0] and (number + place) % 24 == 0]
     ],
 )
 def test_a_shipped_algorithm_keeps_a_law(row, source, law):

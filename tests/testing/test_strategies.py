@@ -8,9 +8,6 @@ from hypothesis import Phase, find, given, settings, strategies as st
 
 import purecompose as pc
 from purecompose import Event, after, algorithms as alg, between, compose, every, loop_events, on
-from purecompose.core.loop import advance, update
-from purecompose.core.operation import walk
-from purecompose.core.scopes import Microbatches
 from purecompose.testing import strategies as strategy
 from purecompose.testing.case import Case
 from purecompose.testing.record import run
@@ -50,20 +47,6 @@ def test_counters_fit_each_other(point):
     assert length is None or (point.epoch, point.batch_in_epoch) == divmod(point.batch, length)
 
 
-@given(st.data())
-def test_predicates_have_an_answer_in_their_run(data):
-    run_length = data.draw(strategy.runs(units=("ep", "ba", "sp", "tok", "sec", None)))
-    predicate, point = data.draw(strategy.predicates(run_length)), data.draw(strategy.timestamps(run_length))
-    for event in compose(loop_events).events:
-        assert predicate(event, type("Moment", (), {"timestamp": point})) in (True, False)
-
-
-def test_predicates_cover_all_forms():
-    drawn = [repr(predicate) for predicate in sample(strategy.predicates(), 300)]
-    for part in ("after(", "before(", "every(", "epoch_ends", "in_epoch", " & ", " | ", "~"):
-        assert any(part in text for text in drawn)
-
-
 @given(st.data(), strategy.tasks())
 def test_states_take_a_step(data, task):
     state = data.draw(strategy.states(task))
@@ -89,37 +72,14 @@ def test_drawn_algorithms_are_accepted_by_the_task():
         strategy.algorithms("mixupp")
 
 
-@pytest.mark.filterwarnings("ignore:.* which the program does not have", "ignore:the step trains nothing")
-@given(strategy.programs(), st.integers(1, 3))
-def test_programs_compose_and_run_and_keep_pairs(program, k):
-    case = Case(microbatches=k, others=("bystander",))
-    step = case.step(microbatches=k, program=program)
-    end = step(step.init(case.state()), case.batch(0))
-    nodes = list(walk(program))
-    assert (end.timestamp.batch == 1) == (advance in nodes)
-    assert (update in nodes) == any(not torch.equal(p, case.state().params[n]) for n, p in end.params.items())
-    if update in nodes:
-        for event in compose(loop_events).events:
-            twins = {e for e in compose(loop_events).events if e.canonical_name == event.canonical_name}
-            assert twins <= set(nodes) or not twins & set(nodes)
-
-
-def is_sliced(program):
-    return any(isinstance(node, Microbatches) for node in walk(program))
-
-
 @pytest.mark.parametrize(
     ("drawn", "condition", "expected"),
     [
         (strategy.timestamps(), None, Timestamp(run=RunLength("1ep"))),
         (strategy.runs(), None, RunLength("1ep")),
-        (strategy.predicates(), None, on(Event.AFTER_DATALOADER)),
-        (strategy.predicates(RunLength()), lambda p: "every" in repr(p), every(1)),
         (strategy.tasks(), None, TASKS["vectors"]),
         (strategy.tasks(), lambda t: t.kind == "images" and "dict" in t.name, make_task("images", form="dict")),
         (strategy.algorithm_lists(), None, []),
-        (strategy.programs(), None, loop_events),
-        (strategy.programs(), lambda program: update not in program, ()),
         (strategy.cases(), None, Case(batch_size=2, batches_per_epoch=1, epochs=3)),
         (
             strategy.cases(),
@@ -131,18 +91,6 @@ def is_sliced(program):
 )
 def test_examples_shrink_to_the_simplest(drawn, condition, expected):
     assert smallest(drawn, condition or (lambda value: True)) == expected
-
-
-def test_batches_and_states_vary():
-    tokens = smallest(strategy.batches(), lambda batch: isinstance(batch, dict) and "input_ids" in batch)
-    assert tokens["input_ids"].shape == (1, 5)
-    images, soft = smallest(strategy.batches("images", targets="soft", form="tuple", min_size=3, dtype=torch.float64))
-    assert images.shape == (3, 2, 6, 6) and images.dtype == soft.dtype == torch.float64
-    for key in ("exp_avg", "momentum"):
-        assert smallest(strategy.states(), lambda state, key=key: bool(state.opt_state.get(key)))
-    assert not is_sliced(smallest(strategy.programs(trains=True), lambda program: not is_sliced(program)))
-    counter = idle("counter", on(Event.INIT))
-    assert smallest(strategy.states(algorithms=[counter])).context.initialised == ("counter",)
 
 
 LOADED = on(Event.AFTER_DATALOADER)
@@ -186,8 +134,3 @@ def fires(algorithm: pc.Algorithm, case: Case) -> bool:
             return True
         now = now.advance(case.batch_size)
     return False
-
-
-def test_some_cases_begin_near_a_change_but_do_not_act():
-    late = idle("late", LOADED & after("400ba"))
-    assert not fires(late, smallest(strategy.cases(algorithm=late), lambda case: case.start == 399))

@@ -76,10 +76,6 @@ def test_replaced_targets_are_reported_with_their_event() -> None:
     assert caught.value.event is Event.AFTER_LOSS and caught.value.path == "batch[1]"
 
 
-def test_index_targets_that_argmax_restores_are_restored() -> None:
-    assert pairs_undone(restores_by_argmax(), CASE)
-
-
 def test_weights_that_the_optimizer_updates_need_not_be_restored_by_a_pair() -> None:
     def apply(event: Event, state: State) -> State:
         factor = 2.0 if event is Event.BATCH_START else 0.5
@@ -114,11 +110,6 @@ def test_some_mutants_are_only_detected_in_a_new_process(mutant: Mutant) -> None
     assert list(caught.value.values) == ["without a break", "resumed"]
 
 
-def test_without_source_a_mistake_in_a_closure_is_found_in_this_process() -> None:
-    with pytest.raises(LawViolation, match="params"):
-        resume_exact(wrong.averages_in_closure(), MIDDLE)
-
-
 def test_a_task_that_cannot_be_pickled_is_tried_in_this_process() -> None:
     task = Task("local", lambda seed: make_mlp(seed), TASKS["vectors"].batch)
     assert resume_exact("mixup(0.2)", dataclasses.replace(MIDDLE, task=task))
@@ -130,10 +121,6 @@ def test_cases_and_subjects_survive_pickling() -> None:
         assert pickle.loads(pickle.dumps(case)) == case
     narrow = Subject.of(ours("plain")).only_at(Event.BATCH_END)
     assert pickle.loads(pickle.dumps(narrow)).algorithm.events == (Event.BATCH_END,)
-
-
-def test_metrics_of_the_previous_step_are_invisible() -> None:
-    assert resume_exact(ours("reads_last_metrics"), MIDDLE)
 
 
 def test_runs_resume_exactly_under_other_settings_of_torch() -> None:

@@ -5,7 +5,6 @@ Each names the law that detects it, and describes the mistake. They are grouped 
 outside the step, richer cases, the full text of a law, the process, or quantities that no other law compares.
 """
 
-import functools
 import os
 import time
 import warnings
@@ -428,47 +427,6 @@ def old_statistics_for_prediction(event: Event, state: State) -> State:
     return with_slot(state, name, dict(state.buffers)) if event is Event.INIT else state
 
 
-@wrong("memory_bounded", at=Event.BATCH_END)
-def logs_in_a_list() -> Any:
-    """Appends each loss to a list that is never read."""
-    seen: list[Tensor] = []
-
-    def change(state: State) -> State:
-        assert state.loss is not None
-        seen.append(state.loss)
-        return state
-
-    return change
-
-
-@wrong("memory_bounded")
-def history_on_the_host() -> Algorithm:
-    """Keeps numbers of each step in a dictionary on the host."""
-    history: dict[int, float] = {}
-
-    def apply(event: Event, state: State) -> State:
-        history[state.timestamp.batch] = float(state.loss or 0.0)
-        return state
-
-    return Algorithm("history_on_the_host", on(Event.BATCH_END), apply, host=True)
-
-
-@functools.cache
-def _mask(batch: int) -> tuple[int, ...]:
-    return tuple(range(batch))
-
-
-@wrong("memory_bounded")
-def cache_without_a_bound() -> Algorithm:
-    """Caches a mask for each batch's number."""
-
-    def apply(event: Event, state: State) -> State:
-        _mask(state.timestamp.batch)
-        return state
-
-    return Algorithm("cache_without_a_bound", on(Event.BATCH_END), apply, host=True)
-
-
 # Further mistakes of the same kinds at other places
 
 
@@ -476,43 +434,6 @@ def cache_without_a_bound() -> Algorithm:
 def sum_over_the_slice(state: State) -> State:
     """Adds a sum over the slice's outputs where a mean was meant."""
     return state.replace(loss=state.loss + 0.01 * state.outputs.pow(2).sum())
-
-
-@wrong("vmap_agrees", at=Event.AFTER_TRAIN_BATCH)
-def branches_on_the_norm(state: State) -> State:
-    """Clips by `if`."""
-    norm = tree.global_norm(state.grads)
-    return scaled_grads(state, 0.1 / norm) if float(norm) > 0.1 else state
-
-
-@wrong("compiled_agrees", at=Event.AFTER_TRAIN_BATCH)
-def reads_the_timestamp(state: State) -> State:
-    """Decays by `state.timestamp.batch`."""
-    return scaled_grads(state, 0.9**state.timestamp.batch)
-
-
-@wrong("compiled_agrees")
-def alternates_in_a_closure() -> Algorithm:
-    """Acts on every other call, by a list in a closure that it fills once for each step."""
-    calls: list[int] = []
-
-    def apply(event: Event, state: State) -> State:
-        calls.append(1)
-        return scaled_params(state, 0.9 if len(calls) % 2 else 1.0)
-
-    return Algorithm("alternates_in_a_closure", on(Event.BATCH_END), apply)
-
-
-@wrong("neutral_setting", at=Event.AFTER_TRAIN_BATCH)
-def rounds_through_half(state: State) -> State:
-    """Rounds gradients to float16 with all settings."""
-    return state.replace(grads={k: g.half().to(g) for k, g in (state.grads or {}).items()})
-
-
-@wrong("own_slot", at=Event.BATCH_END)
-def advances_the_key(state: State) -> State:
-    """Replaces the run's key by one derived from it."""
-    return state.replace(key=random.fold_in(state.key, 1))
 
 
 @wrong("resume_exact", at=Event.BATCH_END)
@@ -525,18 +446,3 @@ def notes_by_object() -> Any:
         return scaled_params(state, factor)
 
     return change
-
-
-@wrong("resume_exact", at=Event.AFTER_TRAIN_BATCH)
-def scales_by_hash(state: State) -> State:
-    """Distinguishes layers by the hash of their names, which differs between processes."""
-    grads = state.grads or {}
-    return state.replace(grads={k: g * (1 - 0.01 * (hash(k) % 997) / 997) for k, g in grads.items()})
-
-
-@wrong("init_once", at=Event.INIT)
-def draws_new_weights_at_init(state: State) -> State:
-    """Draws all weights again at INIT: pretrained ones are lost."""
-    name, params = "draws_new_weights_at_init", state.params
-    drawn = {k: random.normal(state.rng(f"{name}.{k}"), tuple(p.shape)) for k, p in params.items()}
-    return state.replace(params={k: 0.1 * drawn[k].to(p) for k, p in params.items()})

@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from purecompose.core.loop import loop_events
+from purecompose.core.program import events_in
 from purecompose.testing.strategies import runs
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import Predicate, after, before, between, epoch_ends, every, on, through
 
 
-__all__ = ["EVENTS", "LATER_EVENTS", "Pair", "at_time", "pairs", "runs", "walks"]
+__all__ = ["EVENTS", "LATER_EVENTS", "Pair", "at_time", "pairs", "predicates", "runs", "walks"]
 
 LATER_EVENTS = (Event.BATCH_END, Event.EPOCH_END)
 EVENTS = (Event.INIT, Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.EVAL_START, *LATER_EVENTS)
 
+_SHORT = RunLength("1ep", batches_per_epoch=1)
 Meaning = Callable[[Event, Timestamp], bool]
 
 
@@ -60,6 +63,11 @@ def pairs(run: RunLength, *, max_leaves: int = 6) -> st.SearchStrategy[Pair]:
     if run.batches_per_epoch is not None:
         leaves += [_epoch_ends(run), _counts(run, in_epoch=True)]
     return st.recursive(st.one_of(leaves), _combinations, max_leaves=max_leaves)
+
+
+def predicates(run: RunLength = _SHORT) -> st.SearchStrategy[Predicate]:
+    """Return a strategy for predicates about events of training that have an answer in this run."""
+    return pairs(run).map(lambda pair: pair.predicate & on(*events_in(loop_events)))
 
 
 def _combinations(inner: st.SearchStrategy[Pair]) -> st.SearchStrategy[Pair]:

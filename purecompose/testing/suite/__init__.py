@@ -36,7 +36,6 @@ from purecompose.testing.suite.purity import (
 from purecompose.testing.suite.runs import (
     evaluation_blind as evaluation_blind,
     fit_repeats as fit_repeats,
-    memory_bounded as memory_bounded,
     pairs_undone as pairs_undone,
     resume_exact as resume_exact,
 )
@@ -68,7 +67,6 @@ LAWS: tuple[Law, ...] = (
     gradient_exact,
     compiled_agrees,
     fit_repeats,
-    memory_bounded,
     resume_exact,
 )
 """All laws, in the order in which reports list them."""

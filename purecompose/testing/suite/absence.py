@@ -188,28 +188,14 @@ def _check_apart(mine: _Seen, theirs: _Seen, what: str) -> None:
             raise Broken(f"{what} (key {draw.key}, salt {draw.salt})", event=event)
 
 
-@dataclasses.dataclass
-class _Application:
-    """One application of an algorithm, and the sizes of its draws."""
-
-    name: str
-    event: Event
-    sizes: dict[_Draw, int] = dataclasses.field(default_factory=dict)
-
-    def note(self, draw: _Draw, size: int) -> None:
-        """Record a draw; raise `Broken` if an earlier one of another size had the same name."""
-        if self.sizes.setdefault(draw, size) != size:
-            what = "two draws of different sizes under one name: they begin with the same numbers"
-            raise Broken(f"{what} (key {draw.key}, salt {draw.salt})", event=self.event)
-
-
 class _Recorder:
     """A step that records the draws of each of its algorithms."""
 
     def __init__(self, subject: Subject, case: Case) -> None:
         self.subject, self.case = subject, case
-        self.acting: list[_Application] = []
         self.drawn: dict[str, _Seen] = {}
+        self.acting: list[tuple[str, Event, dict[_Draw, int]]] = []
+        """The applications that run, each with the sizes of its draws."""
         step = case.step(subject.algorithm)
         self.step = step.replace(algorithms=[self._watched(algorithm) for algorithm in step.algorithms])
 
@@ -240,8 +226,7 @@ class _Recorder:
 
     def _watched(self, algorithm: Algorithm) -> Algorithm:
         def around(event: Event, state: State, act: Act) -> State:
-            application = _Application(algorithm.name, event)
-            self.acting.append(application)
+            self.acting.append((algorithm.name, event, {}))
             try:
                 return act(state)
             finally:
@@ -255,14 +240,12 @@ class _Recorder:
         original: Callable[..., Tensor] = sources.numbers_of
 
         def listening(rng: Rng, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            if self.acting:
-                application = self.acting[-1]
-                with contextlib.suppress(RuntimeError):  # under vmap there is no single value
-                    found = _Draw(tuple(rng.key.tolist()), int(rng.draw))
-                    self.drawn.setdefault(application.name, {}).setdefault(found, application.event)
-                    if application.name == self.subject.name:
-                        num_lead = rng.streams().dim() - 1
-                        application.note(found, math.prod(sizes[num_lead:]) * dtype.itemsize)
+            with contextlib.suppress(RuntimeError):  # under vmap there is no single value
+                if self.acting:
+                    num_lead = rng.streams().dim() - 1
+                    self._note(
+                        _Draw(tuple(rng.key.tolist()), int(rng.draw)), math.prod(sizes[num_lead:]) * dtype.itemsize
+                    )
             return original(rng, sizes, dtype)
 
         sources.numbers_of = listening
@@ -270,3 +253,11 @@ class _Recorder:
             yield
         finally:
             sources.numbers_of = original
+
+    def _note(self, draw: _Draw, size: int) -> None:
+        """Record a draw; raise `Broken` if an earlier one of another size had the same name."""
+        name, event, seen = self.acting[-1]
+        self.drawn.setdefault(name, {}).setdefault(draw, event)
+        if seen.setdefault(draw, size) != size and name == self.subject.name:
+            what = "two draws of different sizes under one name: they begin with the same numbers"
+            raise Broken(f"{what} (key {draw.key}, salt {draw.salt})", event=event)

@@ -248,39 +248,30 @@ def _nothing_ignored(task: Task) -> str | None:
 def ignored_stay_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     """Take a step twice, the second time with other outputs at the positions that the targets ignore."""
     # Batches with several ignored positions, for methods that change only some of the targets.
-    ends, was_moved, case = [], False, dataclasses.replace(case, batch_size=max(16, case.batch_size))
-    for amount in (0.0, 1.0):
-        moving = _Moving(case, dtype, amount)
-        watched = Watched(subject.algorithm)
-        step = case.step(watched.algorithm, program=moving.program, microbatches=1)
-        ends.append(step.fold(step.init(case.state(dtype=dtype)), case.batch(0, dtype)))
-        was_moved = moving.has_moved and watched.acted
+    case, watched = dataclasses.replace(case, batch_size=max(16, case.batch_size)), Watched(subject.algorithm)
+    given, has_moved = case.state(dtype=dtype).replace(batch=case.batch(0, dtype)), False
+
+    def taken(amount: float) -> State:
+        def move(state: State) -> State:
+            """Change outputs at ignored positions, as long as the inputs are those of the batch."""
+            nonlocal has_moved
+            outputs, targets = state.outputs, given.targets
+            if is_transforming() or not isinstance(outputs, Tensor) or not tree.equal(state.inputs, given.inputs):
+                return state
+            if outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+                return state
+            has_moved = True
+            pattern = torch.linspace(-1, 1, outputs.shape[1]).to(outputs)
+            moves = pattern.reshape(-1, *[1] * (outputs.ndim - 2)) * (targets < 0).unsqueeze(1)
+            return state.replace(outputs=outputs + amount * moves)
+
+        program = inserted(loop_events, lambda node: move if node is forward else None)
+        step = case.step(watched.algorithm, program=program, microbatches=1)
+        return step.fold(step.init(case.state(dtype=dtype)), case.batch(0, dtype))
+
     labels = ("with the outputs as they are", "with others at ignored positions")
-    compare_rounded(ends[0], ends[1], labels, ["loss"])
-    return was_moved
-
-
-class _Moving:
-    """A program that changes outputs at ignored positions, as long as the inputs are those of the batch."""
-
-    def __init__(self, case: Case, dtype: torch.dtype, amount: float) -> None:
-        self.given = case.state(dtype=dtype).replace(batch=case.batch(0, dtype))
-        self.amount, self.has_moved = amount, False
-        self.program = inserted(loop_events, self._after)
-
-    def _after(self, node: Node) -> StateFn | None:
-        return self._move if node is forward else None
-
-    def _move(self, state: State) -> State:
-        outputs, targets = state.outputs, self.given.targets
-        if is_transforming() or not isinstance(outputs, Tensor) or not tree.equal(state.inputs, self.given.inputs):
-            return state
-        if outputs.shape[:1] + outputs.shape[2:] != targets.shape:
-            return state
-        self.has_moved = True
-        pattern = torch.linspace(-1, 1, outputs.shape[1]).to(outputs)
-        moves = pattern.reshape(-1, *[1] * (outputs.ndim - 2)) * (targets < 0).unsqueeze(1)
-        return state.replace(outputs=outputs + self.amount * moves)
+    compare_rounded(taken(0.0), taken(1.0), labels, ["loss"])
+    return has_moved and watched.acted
 
 
 @define_law(

@@ -1,19 +1,15 @@
 """Laws of whole runs: evaluation in between, pairs of events, `fit`, memory over many steps, and resuming."""
 
 import dataclasses
-import gc
 import tempfile
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.references import read_by
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.loop import loop_events, update
@@ -29,7 +25,6 @@ from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.process import elsewhere, ignoring_missing_terms, process_settings
 from purecompose.testing.record import (
-    LASTING,
     Act,
     Watched,
     after_batch,
@@ -49,8 +44,6 @@ from purecompose.time.predicates import NEVER
 
 # One evaluation before the first step and one after it are enough to show a leak.
 _FEW = 2
-_TRAINING_LABELS = ("without evaluation in between", "with it")
-_EVALUATION_LABELS = ("the network's own", "through the step")
 
 
 @define_law(
@@ -72,40 +65,32 @@ def evaluation_blind(subject: Subject, case: Case) -> bool:
     plain_states = [begun(step, case.state())]
     for batch in data:
         plain_states.append(after_batch(step, plain_states[-1], batch))
-    state, inner = begun(step, case.state()), _Evaluation(step, data[:1])
+    state = begun(step, case.state())
     for batch, expected in zip(data, plain_states[1:], strict=True):
-        inner.check(state)
+        _evaluate(step, state, data[:1])
         state = after_batch(step, state, batch)
-        compare(expected, state, _TRAINING_LABELS)
+        compare(expected, state, ("without evaluation in between", "with it"))
     return watched.acted
 
 
-class _Evaluation:
-    """All ways of evaluating a state through a step on some data."""
-
-    def __init__(self, step: Step, data: Sequence[Any]) -> None:
-        self.step, self.data = step, data
-
-    def check(self, state: State) -> None:
-        """Evaluate and predict, and compare each with the result of a step without algorithms."""
-        before = snapshot(state, _EVALUATED)
-        try:
-            begun = self.step.fire(Event.EVAL_STANDALONE_START, state)
-            in_evaluation = _with_weights(state, self.step.fire(Event.EVAL_START, begun))
-            in_prediction = _with_weights(state, self.step.fire(Event.PREDICT_START, state))
-            with ignoring_missing_terms():
-                ours, theirs = evaluate(in_evaluation, self.data), evaluate(state, self.data, step=self.step)
-            # The algorithm may add metrics of its own.
-            check_equal(dict(ours), {name: theirs.get(name) for name in ours}, _EVALUATION_LABELS, "metrics")
-            outputs = predict(in_prediction, self.data), predict(state, self.data, step=self.step)
-            check_equal(*outputs, _EVALUATION_LABELS, "outputs")
-        except InPlaceError as error:
-            raise Broken(str(error), event=error.event) from error
-        # Both exchange the weights, or neither; their own draws may differ.
-        if _are_exchanged(state, in_evaluation) != _are_exchanged(state, in_prediction):
-            labels = ("in evaluation", "in prediction")
-            compare(in_evaluation, in_prediction, labels, fields=("params", "buffers"))
-        compare(before, state, ("before evaluation", "after it"), fields=_EVALUATED)
+def _evaluate(step: Step, state: State, data: Sequence[Any]) -> None:
+    """Evaluate and predict, and compare each with the result of a step without algorithms."""
+    before, labels = snapshot(state, _EVALUATED), ("the network's own", "through the step")
+    try:
+        begun = step.fire(Event.EVAL_STANDALONE_START, state)
+        in_evaluation = _with_weights(state, step.fire(Event.EVAL_START, begun))
+        in_prediction = _with_weights(state, step.fire(Event.PREDICT_START, state))
+        with ignoring_missing_terms():
+            ours, theirs = evaluate(in_evaluation, data), evaluate(state, data, step=step)
+        # The algorithm may add metrics of its own.
+        check_equal(dict(ours), {name: theirs.get(name) for name in ours}, labels, "metrics")
+        check_equal(predict(in_prediction, data), predict(state, data, step=step), labels, "outputs")
+    except InPlaceError as error:
+        raise Broken(str(error), event=error.event) from error
+    # Both exchange the weights, or neither; their own draws may differ.
+    if _are_exchanged(state, in_evaluation) != _are_exchanged(state, in_prediction):
+        compare(in_evaluation, in_prediction, ("in evaluation", "in prediction"), fields=_EVALUATED[:2])
+    compare(before, state, ("before evaluation", "after it"), fields=_EVALUATED)
 
 
 _EVALUATED = ("params", "buffers", "slots")
@@ -117,7 +102,7 @@ def _with_weights(state: State, started: State) -> State:
 
 
 def _are_exchanged(state: State, evaluated: State) -> bool:
-    return any(not tree.equal(getattr(state, field), getattr(evaluated, field)) for field in ("params", "buffers"))
+    return any(not tree.equal(getattr(state, field), getattr(evaluated, field)) for field in _EVALUATED[:2])
 
 
 def _pairs(algorithm: Algorithm) -> dict[Event, Event]:
@@ -240,113 +225,30 @@ def fit_repeats(subject: Subject, case: Case) -> bool:
     step = case.step(watched.algorithm)
     start = step.init(case.state())
     before = snapshot(start)
-    first, second = (_fitted(step, start, case, seed) for seed in (1, 2))
+    (first, metrics), (second, metrics_again) = (_fitted(step, start, case, seed) for seed in (1, 2))
     compare(before, start, ("before fit", "after it"))
-    check_equal(first.metrics, second.metrics, _FIT_LABELS, "metrics seen by observers")
-    compare(first.end, second.end, _FIT_LABELS)
+    check_equal(metrics, metrics_again, _FIT_LABELS, "metrics seen by observers")
+    compare(first, second, _FIT_LABELS)
     return watched.acted
 
 
-class _Fitted:
-    """The final state of a run, and the metrics that it has shown to observers."""
+def _fitted(step: Step, start: State, case: Case, seed: int) -> tuple[State, list[dict[str, Any]]]:
+    """Return the final state of a run, and the metrics that it has shown to observers."""
+    shown: list[dict[str, Any]] = []
 
-    def __init__(self) -> None:
-        self.end: State
-        self.metrics: list[dict[str, Any]] = []
+    def look(event: Event, state: State) -> None:
+        del event
+        shown.append(dict(state.metrics))
 
-    def __call__(self, event: Event, state: State) -> None:
-        self.metrics.append(dict(state.metrics))
-
-
-def _fitted(step: Step, start: State, case: Case, seed: int) -> _Fitted:
-    data, evaluator = _Data(case), Evaluator([case.batch(0)], {"loss": mean_loss()})
+    data = [case.batch(index) for index in range(case.batches_per_epoch)]
+    evaluator = Evaluator([case.batch(0)], {"loss": mean_loss()})
     total = case.epochs * case.batches_per_epoch
     duration = f"{case.start + _MOST_BATCHES}ba" if total - case.start > _MOST_BATCHES else None
-    run = _Fitted()
     with ignoring_missing_terms(), elsewhere(seed):
         before = process_settings()
-        run.end = fit(step, start, data, duration=duration, evaluate=evaluator, observers=run)
+        end = fit(step, start, data, duration=duration, evaluate=evaluator, observers=look)
         check_process(before, ("before fit", "after it"))
-    return run
-
-
-class _Data:
-    """A case's batches, epoch by epoch."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-
-    def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
-        """Return the batches of an epoch from batch `start` on."""
-        del key
-        first = epoch * self.case.batches_per_epoch - self.case.start
-        return [self.case.batch(first + index) for index in range(start, self.case.batches_per_epoch)]
-
-
-_STEPS, _MOST_GROWTH = 100, 50
-
-
-@define_law(
-    "what the algorithm keeps does not grow with the number of steps: neither slots and metrics nor memory on the host",
-    "append to no list, dictionary or attribute from step to step; keep sums or the last few values in "
-    "state.slots[name]; bound caches: functools.lru_cache(maxsize=...); leave histories to an observer",
-    exempt=never_acts,
-    most_cases=2,
-)
-def memory_bounded(subject: Subject, case: Case) -> bool:
-    """Count tensors in memory, leaves of the state, and objects held by `apply` and `match`, after 100 and 200 steps.
-
-    They hold the objects that can be reached from their closures, defaults, attributes and the globals that they name.
-    """
-    epochs = case.epochs + -(-2 * _STEPS // case.batches_per_epoch)
-    case = dataclasses.replace(case, epochs=epochs, others=(), microbatches=1)
-    watched, data = Watched(subject.algorithm), case.batches()
-    step = case.step(watched.algorithm)
-    state, counts, has_acted = begun(step, case.state()), [], False
-    for number in range(2 * _STEPS):
-        state = after_batch(step, state, data[number % len(data)])
-        has_acted = has_acted or watched.acted
-        watched.applications.clear()  # they contain states
-        if (number + 1) % _STEPS == 0:
-            counts.append(_counted(subject.algorithm, state))
-    earlier, later = counts
-    for what, count in earlier.items():
-        if later[what] - count >= _MOST_GROWTH:
-            labels = (f"after {_STEPS} steps", f"after {2 * _STEPS}")
-            raise Broken(tree.Difference("", f"{what} grow from step to step", count, later[what]), labels)
-    return has_acted
-
-
-def _counted(algorithm: Algorithm, state: State) -> dict[str, int]:
-    gc.collect()
-    return {
-        "leaves of the state": sum(len(tree.leaves(getattr(state, field))) for field in LASTING),
-        "things that the algorithm holds": sum(_sizes([algorithm.apply, algorithm.match])),
-        "tensors in memory": sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()),
-    }
-
-
-def _sizes(roots: Iterable[Any]) -> Iterator[int]:
-    """Yield the sizes of all containers reachable from functions and objects, but not through modules and classes."""
-    seen, waiting = set[int](), list(roots)
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, (ModuleType, type, Tensor, CodeType, str)):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, FunctionType):
-            waiting += _held_by_function(thing)
-            continue
-        if isinstance(thing, (list, tuple, dict, set, frozenset, deque)):
-            yield len(thing)
-        waiting += gc.get_referents(thing)
-
-
-def _held_by_function(function: FunctionType) -> list[Any]:
-    """Return a function's closure, defaults and attributes, and its globals that are data or of its own module."""
-    data, home, read = (list, dict, set, deque), function.__module__, [place.value for place in read_by(function)]
-    own = [thing for thing in read if isinstance(thing, data) or getattr(thing, "__module__", None) == home]
-    return [function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function), *own]
+    return end, shown
 
 
 _RESUMED_LABELS = ("without a break", "resumed")
@@ -395,15 +297,11 @@ def _resumed_elsewhere(subject: Subject, case: Case, path: Path, end: State) -> 
         in_new_processes(_save_end, [(subject, case, path)])
     except Unportable:
         return _resumed(subject, case, path)
-    return load(_end_of(path), like=end)
+    return load(path.with_name("end"), like=end)
 
 
 def _save_end(subject: Subject, case: Case, path: Path) -> None:
-    save(_resumed(subject, case, path), _end_of(path))
-
-
-def _end_of(path: Path) -> Path:
-    return path.with_name("end")
+    save(_resumed(subject, case, path), path.with_name("end"))
 
 
 def _resumed(subject: Subject, case: Case, path: Path) -> State:
