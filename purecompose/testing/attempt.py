@@ -187,7 +187,7 @@ class Attempt:
         self._other: tuple[Law, Exception, Case] | None = None
         self._not_judged: list[str] = []
         # An algorithm that acts only at INIT has acted in every case that has run.
-        self._is_over = not law.is_about_option and subject.algorithm.events == (Event.INIT,)
+        self._is_over = law.idle is None and subject.algorithm.events == (Event.INIT,)
 
     def __call__(self, case: Case) -> Tried:
         try:
@@ -257,7 +257,7 @@ class Attempt:
         outside = acts_outside(self.subject.algorithm)
         if outside is not None and num_cases:
             return Status.SKIPPED, f"it acts at {outside} only, and at none of them in this law's cases"
-        if self.law.is_about_option:
+        if self.law.idle is not None:
             return Status.SKIPPED, f"{self.law.idle} in {num_cases} case{'s' * (num_cases != 1)}"
         return Status.VACUOUS, "it never acted" if num_cases else "the law assumes what no case has"
 

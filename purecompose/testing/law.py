@@ -162,9 +162,8 @@ class Law:
         owns: The library's errors that indicate that this law is broken.
         exempt: Function that returns the reason why the law does not concern an algorithm, or `None`.
         unsuited: Function that returns the reason why it cannot be judged on a task, or `None`.
-        is_about_option: True if the law is about something that an algorithm need not do, such as acting at INIT. If
-            that happens in no case, the law is skipped instead of being reported as vacuous.
-        idle: The reason to report if that happens in no case.
+        idle: For a law about something that an algorithm need not do, such as drawing: the reason to report if that
+            happens in no case. The law is then skipped instead of being vacuous.
         most_cases: Maximal number of cases, for slow laws.
     """
 
@@ -175,8 +174,7 @@ class Law:
     owns: tuple[type[Exception], ...] = ()
     exempt: Callable[[Algorithm], str | None] = lambda algorithm: None
     unsuited: Callable[[Task], str | None] = lambda task: None
-    is_about_option: bool = False
-    idle: str = "it never acted"
+    idle: str | None = None
     most_cases: int | None = None
 
     def __call__(self, algorithm: Algorithm | Subject | str, case: Case) -> bool:
@@ -241,7 +239,7 @@ def define_law(promise: str, remedy: str, **options: Any) -> Callable[[Callable[
 
     Args:
         promise, remedy: Fields of `Law`.
-        options: Other fields of `Law`: `owns`, `exempt`, `unsuited`, `is_about_option`, `idle`, `most_cases`.
+        options: Other fields of `Law`: `owns`, `exempt`, `unsuited`, `idle`, `most_cases`.
     """
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:

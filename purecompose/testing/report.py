@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from purecompose._support.tables import fragment, preformatted, table, terminal_width
-from purecompose.testing.law import LawViolation, Row, labelled
+from purecompose.testing.law import Row, labelled
 
 
 class Status(enum.Enum):
@@ -69,20 +69,9 @@ class Outcome:
         return labelled(self.title, self.rows) if self.rows else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; a violation is represented by its parts."""
+        """Return plain data."""
         names = ("law", "reason", "promise", "num_cases", "num_acted", "details", "seconds")
-        found = {"status": self.status.value, **{name: getattr(self, name) for name in names}}
-        violation = self.error
-        if isinstance(violation, LawViolation):
-            found["violation"] = {
-                "event": None if violation.event is None else violation.event.name,
-                "path": violation.path,
-                "what": violation.what,
-                "values": {label: repr(value) for label, value in violation.values.items()},
-                "case": repr(violation.case),
-                "remedy": violation.law.remedy,
-            }
-        return found
+        return {"status": self.status.value, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,10 @@ batch of a run, an MLP on vectors. Their examples are made from seeds and do not
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
-from purecompose import batch as batching, optim
+from purecompose import batch as batches, optim
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
@@ -20,7 +18,7 @@ from purecompose.schedule import hparam
 from purecompose.testing.case import COMPANIONS, COMPANY, Case, find_moments
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
-from purecompose.testing.tasks import KINDS, TASKS, MakeBatch, MakeNet, Task, make_task
+from purecompose.testing.tasks import KINDS, TASKS, Task, make_task
 from purecompose.time import RunLength, Timestamp
 
 
@@ -82,42 +80,6 @@ def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
 
 
 # Networks and data
-
-
-@st.composite
-def batches(
-    draw: st.DrawFn,
-    kind: str | None = None,
-    *,
-    targets: str | None = None,
-    form: str | None = None,
-    min_size: int = 1,
-    max_size: int = 6,
-    dtype: torch.dtype = torch.float32,
-) -> Any:
-    """Generate classification batches, which shrink to a single vector with a class index, in a tuple.
-
-    Args:
-        kind: "vectors" (N, 4), "images" (N, 2, 6, 6), or "tokens", int64 (N, 5); by default any.
-        targets: "index" for int64 (N,), for tokens (N, 5) with positions to ignore; "soft" for probabilities with
-            classes in dim 1; by default either.
-        form: "tuple", or "dict" with "labels" and "inputs" (for tokens "input_ids"); by default either.
-        min_size: Minimal number of examples.
-        max_size: Maximal number of examples.
-        dtype: Dtype of floating tensors.
-
-    Example::
-
-        @given(batches("images"))
-        def test_batch(batch): ...
-    """
-    make_batch = MakeBatch(
-        draw(st.sampled_from(KINDS)) if kind is None else kind,
-        draw(st.sampled_from(["index", "soft"])) if targets is None else targets,
-        draw(st.sampled_from(["tuple", "dict"])) if form is None else form,
-    )
-    size, seed = draw(st.integers(min_size, max_size)), draw(_SEEDS)
-    return Task("batches", MakeNet(make_batch.kind), make_batch).make_batch(seed, size, dtype)
 
 
 @st.composite
@@ -264,7 +226,7 @@ def _spans(draw: st.DrawFn, task: Task, batch_size: int, algorithm: Algorithm | 
             batches_per_epoch=batches_per_epoch,
             epochs=epochs,
             samples=batch_size,
-            tokens=batching.num_tokens(task.make_batch(0, batch_size)),
+            tokens=batches.num_tokens(task.make_batch(0, batch_size)),
             room=room,
         )
         batches_per_epoch, epochs = found.batches_per_epoch, found.epochs

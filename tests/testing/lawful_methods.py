@@ -211,15 +211,6 @@ def sign_descent(event: Event, state: State, name: str) -> State:
     return state.replace(grads={k: 0.1 * g.sign() for k, g in (state.grads or {}).items()})
 
 
-@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "images", "zero_head")
-def largest_gradients(event: Event, state: State, name: str) -> State:
-    def kept(grad: Tensor) -> Tensor:
-        bound = grad.abs().flatten().topk(max(1, grad.numel() // 4)).values[-1]
-        return torch.where(grad.abs() >= bound, grad, 0)
-
-    return state.replace(grads={k: kept(g) for k, g in (state.grads or {}).items()})
-
-
 @lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "zero_head")
 def guarded_trust_ratio(event: Event, state: State, name: str) -> State:
     def scaled(param: Tensor, grad: Tensor) -> Tensor:
@@ -277,11 +268,6 @@ def host_generator_from_the_key(event: Event, state: State, name: str) -> State:
     return state.replace(inputs=state.inputs + 0.1 * torch.as_tensor(noise).to(state.inputs))
 
 
-@lawful(on(Event.EPOCH_END), "vectors", "frozen")
-def decay_each_epoch(event: Event, state: State, name: str) -> State:
-    return state.replace(params={**state.params, **{k: 0.9 * state.params[k] for k in state.context.trainable}})
-
-
 @lawful(on(Event.FIT_START), "vectors")
 def shrink_at_the_start(event: Event, state: State, name: str) -> State:
     return state.replace(params={**state.params, **{k: 0.9 * state.params[k] for k in state.context.trainable}})
@@ -302,34 +288,6 @@ def entropy_where_it_counts(event: Event, state: State, name: str) -> State:
     logs = state.outputs.log_softmax(1)
     entropies = torch.where(state.targets >= 0, -(logs.exp() * logs).sum(1), 0)
     return state.replace(loss=state.loss - 0.1 * entropies.sum() / (state.targets >= 0).sum().clamp(min=1))
-
-
-@lawful(on(Event.AFTER_DATALOADER), "tokens")
-def label_noise_where_it_counts(event: Event, state: State, name: str) -> State:
-    drawn = random.randint(state.example_rng(f"{name}.what"), tuple(state.targets.shape), 0, 7)
-    is_noisy = random.bernoulli(state.example_rng(f"{name}.where"), 0.3, tuple(state.targets.shape))
-    return state.replace(targets=torch.where(is_noisy & (state.targets >= 0), drawn, state.targets))
-
-
-class _Scaling:
-    """A method written as an object with settings."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, event: Event, state: State, name: str) -> State:
-        return state.replace(grads={k: self.factor * g for k, g in (state.grads or {}).items()})
-
-    __name__ = "scaling_object"
-
-
-scaling_object = lawful(on(Event.AFTER_TRAIN_BATCH), "vectors")(_Scaling(0.5))
-
-
-@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", config={"strength": hparam("strength", 0.3)})
-def own_strength(event: Event, state: State, name: str) -> State:
-    factor = 1 - state.hparams["strength"]
-    return state.replace(grads={k: g * factor.to(g) for k, g in (state.grads or {}).items()})
 
 
 @lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "images", "double", "bf16_weights")

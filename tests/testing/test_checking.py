@@ -154,21 +154,21 @@ def test_an_error_is_shown_once_with_the_authors_line_and_case() -> None:
     assert "input_untouched, deterministic, global_state_kept could not be tried" in " ".join(str(report).split())
 
 
-def acting(is_about_option: bool = False) -> Law:
+def acting(idle: str | None = None) -> Law:
     def judge(subject: Subject, case: Case) -> bool:
         step, seen = case.step(subject.algorithm), []
         state = step.init(case.state())
         step.fold(state, case.batch(0), lambda algorithm, *_: seen.append(algorithm.name))
         return subject.name in seen
 
-    return Law("acting", "it acts", "act", judge, is_about_option=is_about_option, idle="it has no wish")
+    return Law("acting", "it acts", "act", judge, idle=idle)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "law", "status", "reason"),
     [
         (IDLE, acting(), Status.VACUOUS, "it never acted"),
-        (IDLE, acting(is_about_option=True), Status.SKIPPED, "it has no wish in 2 cases"),
+        (IDLE, acting("it has no wish"), Status.SKIPPED, "it has no wish in 2 cases"),
         (Algorithm("surgery", on(Event.INIT), decay), acting(), Status.KEPT, ""),
         (
             Algorithm("outside", on(Event.EPOCH_END), decay),
@@ -315,9 +315,7 @@ def test_a_report_is_data_and_text() -> None:
     assert data["ok"] is False and data["tasks"] == ["vectors"] and data["algorithm"] == "growing(rate=0.001)"
     broken, kept = data["laws"]
     assert (broken["status"], kept["status"], kept["num_acted"]) == ("broken", "kept", 3)
-    violation = broken["violation"]
-    assert violation["event"] == "BATCH_END" and violation["path"] == "params['0.weight']"
-    assert len(violation["values"]) == 2 and violation["case"].startswith("Case(") and "violation" not in kept
+    assert "params['0.weight']" in broken["details"] and kept["details"] == ""
     for width in (60, 120):
         text = report.text(width)
         assert all(len(line) <= width for line in text.splitlines())

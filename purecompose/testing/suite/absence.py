@@ -152,7 +152,6 @@ _Seen = dict[_Draw, Event]
     "was given it, and says what is drawn: state.rng(f'{name}.order'); seed no generator of your own; what is to stay "
     "the same all through the run, draw at INIT and keep in state.slots[name]",
     exempt=never_acts,
-    is_about_option=True,
     idle="it draws nothing at its events (what the network's own layers draw in a forward pass is not seen)",
 )
 def draws_keyed(subject: Subject, case: Case) -> bool:

@@ -220,7 +220,6 @@ def _silent_at_init(algorithm: Algorithm) -> str | None:
     "at INIT make the slot from the state's shapes and values, whatever is there already; change weights in later "
     "events, or by surgery that keeps what they compute",
     exempt=_silent_at_init,
-    is_about_option=True,
     idle="it does not act at INIT",
 )
 def init_once(subject: Subject, case: Case) -> bool:
@@ -296,7 +295,6 @@ def _sets_no_gradients(algorithm: Algorithm) -> str | None:
     "start from state.grads; a method that computes them again from the batch, by state.gradient or state.gradients, "
     "declares Trait.RENEWS_GRADIENTS, by which it acts before those that edit them",
     exempt=_sets_no_gradients,
-    is_about_option=True,
     idle="it sets no gradients",
 )
 def gradients_taken(subject: Subject, case: Case) -> bool:

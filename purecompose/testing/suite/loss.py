@@ -191,7 +191,6 @@ def _not_within(algorithm: Algorithm) -> str | None:
     "from its own outputs, straight-through estimates) declares Trait.STOPS_GRADIENTS",
     exempt=_not_within,
     unsuited=lambda task: "differences are lost in the rounding of half precision" if task.is_half else None,
-    is_about_option=True,
     idle="it did not act within the gradient, refuses float64, or has a kink at the point",
 )
 @in_double
@@ -241,7 +240,6 @@ def _nothing_ignored(task: Task) -> str | None:
     "keep -100 where it is (torch.where(targets < 0, targets, new)); take means over positions with targets >= 0 only",
     exempt=never_acts,
     unsuited=_nothing_ignored,
-    is_about_option=True,
     idle="it did not act where the outputs have the targets' positions",
 )
 @at_best_precision
@@ -280,7 +278,6 @@ def ignored_stay_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bo
     "map(fn), which keeps the weights; a method that cannot take mixed targets raises a TypeError that says so",
     exempt=never_acts,
     unsuited=lambda task: None if task.kind in ("vectors", "images") else "it is about single targets per example",
-    is_about_option=True,
     idle="it refuses mixed targets, or never acted beside them",
     most_cases=6,
 )
@@ -345,7 +342,6 @@ def _mixer() -> Algorithm:
         or ("it stops gradients on purpose (Trait.STOPS_GRADIENTS)" if _stops_gradients(algorithm) else None)
     ),
     unsuited=lambda task: "differences are lost in the rounding of half precision" if task.is_half else None,
-    is_about_option=True,
     idle="it never acted, refuses float64, or has a jump or kink at the point",
 )
 @in_double

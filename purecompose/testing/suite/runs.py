@@ -128,7 +128,6 @@ def _no_pair(algorithm: Algorithm) -> str | None:
     "compute it back; let both halves match at the same times; or, if the change is meant to last, act at the closing "
     "event in a second algorithm",
     exempt=_no_pair,
-    is_about_option=True,
     idle="it puts nothing in place of something that it touches again at the closing event of the pair",
 )
 def pairs_undone(subject: Subject, case: Case) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from purecompose import random, tree
+from purecompose import random
 from purecompose.core.state import State
 from purecompose.losses.targets import one_hot
 from purecompose.time.event import Event
@@ -90,22 +90,10 @@ def _next_key(state: State) -> State:
     return state.replace(key=random.split(state.key)[0])
 
 
-@mutant("own_slot", at=Event.BATCH_START)
-def splits_the_key(state: State) -> State:
-    """Splits the run's key in every batch and keeps one half, as one does in JAX."""
-    return _next_key(state)
-
-
 @mutant("own_slot", at=(Event.INIT, Event.BATCH_END))
 def splits_the_key_at_init(event: Event, state: State) -> State:
     """Splits the run's key once, for itself."""
     return _next_key(state) if event is Event.INIT else state
-
-
-@mutant("own_slot", at=Event.BATCH_END)
-def forgets_everything(state: State) -> State:
-    """Clears its slot at the end of a batch, and the slots of all other algorithms with it."""
-    return state.replace(slots=tree.map(torch.zeros_like, state.slots))
 
 
 @mutant("own_slot", at=Event.BEFORE_FORWARD)

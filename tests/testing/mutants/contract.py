@@ -5,10 +5,8 @@ from torch import Tensor, nn
 
 from purecompose import random, surgery, tree
 from purecompose._support.device import AUTOCAST
-from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.time.event import Event
-from purecompose.time.predicates import on
 from tests.testing.mutants.mutant import mutant, scaled_params, with_slot
 
 
@@ -94,22 +92,6 @@ def replaces_slots(event: Event, state: State) -> State:
     """Sets `slots={name: ...}`, without the others: algorithms initialised before lose their memory."""
     count = torch.zeros(()) if event is Event.INIT else state.slots["replaces_slots"] + 1
     return state.replace(slots={"replaces_slots": count})
-
-
-@mutant("own_slot")
-def fixed_slot_name() -> Algorithm:
-    """Has `name=` in its factory, but a slot with a fixed name, so that two instances share it."""
-
-    def factory(name: str = "average") -> Algorithm:
-        def apply(event: Event, state: State) -> State:
-            if event is Event.INIT:
-                return with_slot(state, "average", state.params)
-            average = tree.map(lambda old, new: torch.lerp(old, new, 0.1), state.slots["average"], state.params)
-            return with_slot(state, "average", average)
-
-        return Algorithm(name, on(Event.INIT, Event.BATCH_END), apply)
-
-    return factory(name="fixed_slot_name")
 
 
 @mutant("own_slot", at=Event.AFTER_DATALOADER)

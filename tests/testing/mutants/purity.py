@@ -54,12 +54,6 @@ def replaces_entry(state: State) -> State:
     return state.replace(params=state.params)
 
 
-@mutant("input_untouched", at=Event.AFTER_TRAIN_BATCH)
-def flips_gradients_in_place(state: State) -> State:
-    """Negates gradients in place: other holders of the previous state see the new ones."""
-    return state.replace(grads={name: grad.neg_() for name, grad in (state.grads or {}).items()})
-
-
 @mutant("input_untouched", at=(Event.INIT, Event.AFTER_DATALOADER))
 def remembers_batch_view(event: Event, state: State) -> State:
     """Keeps the first target as a view: the slot changes when the loader fills its buffer again."""
