@@ -25,6 +25,7 @@ import torch
 from _task import RECORDS, TUNING_SEEDS, commit, data_file
 from _timing import RESULTS, Row, facts, median_us, paired, save
 from torch import Tensor
+from torchmetrics.classification import MulticlassCalibrationError
 
 import purecompose as pc
 from purecompose import State, analysis, compose, loop_events, metrics, optim, schedule
@@ -134,7 +135,7 @@ def quality(logits: Tensor, targets: Tensor) -> dict[str, float]:
     of = {
         "accuracy": metrics.accuracy,
         "loss": metrics.mean_loss(pc.losses.cross_entropy),
-        "calibration error": metrics.calibration_error(15),
+        "calibration error": metrics.from_torchmetrics(MulticlassCalibrationError(logits.shape[1], n_bins=15)),
     }
     return {name: one.compute(one.update(one.init(), logits, targets)).item() for name, one in of.items()}
 

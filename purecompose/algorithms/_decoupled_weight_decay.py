@@ -7,7 +7,7 @@ from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.checks import match_or_raise
-from purecompose.optim.decay import Decaying, DecayRule, warn_if_strong
+from purecompose.optim.decay import Decaying, DecayRule
 from purecompose.optim.nested import leaves, map_leaves, settings_of
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
@@ -51,7 +51,7 @@ def decoupled_weight_decay(
         TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a pattern that matches nothing.
 
     Warns:
-        UserWarning: At INIT: the optimizer itself has a weight decay, or the decay is larger than the learning rate.
+        UserWarning: At INIT: the optimizer itself has a weight decay.
 
     Example:
         >>> decoupled_weight_decay(5e-4, min_dims=2)
@@ -86,6 +86,3 @@ def _warn_of_settings(rule: DecayRule, leaf: Any) -> None:
     settings = settings_of(leaf)
     if any(one.get("weight_decay") for one in (settings, *[dict(own) for _, own in getattr(leaf, "groups", ())])):
         warn(f"{rule.name}: {leaf!r} also has a weight decay, and both are applied; set its weight_decay=0.0")
-    rate = settings.get("lr")
-    if rate is not None:
-        warn_if_strong(rule.name, "adamw", rule.weight_decay, rate)

@@ -73,8 +73,6 @@ Other parts of the methods on the model:
     alibi_bias(num_heads, length) -> bias that is added to the logits of attention
     alibi_slopes(num_heads) -> slope of each head
     to_channels_last(tensors) -> tensors
-    factorize_matrix(inputs, outputs, first, second) -> product of lower rank, fitted to data
-    factorize_conv2d(inputs, first, second) -> product of lower rank for a convolution
     factorizing_could_speedup(module, latent) -> bool
 
 Functions on gradients, weights and time; several tensors are given as a mapping from parameter names:
@@ -193,9 +191,5 @@ from purecompose.nn.layers.convolutions import (
     blurmax_pool2d as blurmax_pool2d,
     standardized as standardized,
 )
-from purecompose.nn.layers.factorized import (
-    factorize_conv2d as factorize_conv2d,
-    factorize_matrix as factorize_matrix,
-    factorizing_could_speedup as factorizing_could_speedup,
-)
+from purecompose.nn.layers.factorized import factorizing_could_speedup as factorizing_could_speedup
 from purecompose.nn.layers.transformer import alibi_bias as alibi_bias, alibi_slopes as alibi_slopes

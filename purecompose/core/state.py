@@ -24,7 +24,7 @@ from purecompose.core.layout import Splitter
 from purecompose.core.loss import joined, scalars_of
 from purecompose.core.overview import describe_moment, state_as_html
 from purecompose.core.ranks import Ranks, Sharing
-from purecompose.nn.model import Model, from_module, warn_of_idle_parts
+from purecompose.nn.model import Model, from_module
 from purecompose.nn.network import warn_of_dropped
 from purecompose.optim.protocol import check_optimizer, checked_init
 from purecompose.random.keys import as_rng
@@ -155,13 +155,8 @@ class State(Leasable):
 
         Raises:
             TypeError, ValueError: An argument is of the wrong kind; the message names it and the remedy.
-
-        Warns:
-            UserWarning: Single modules with dropout or running statistics are in evaluation mode, and `eval_mode` does
-                not name them.
         """
         parts = from_module(net, eval_mode=eval_mode, train_mode=train_mode)
-        warn_of_idle_parts(parts.model.module, eval_mode)
         parts, loss, loss_model = joined(parts, loss, net)
         check_optimizer(optimizer, "optimizer")
         if precision not in PRECISIONS:

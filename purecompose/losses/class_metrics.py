@@ -1,4 +1,4 @@
-"""Metrics of classes: accuracy, the overlap of sets of positions, and the calibration of confidence.
+"""Metrics of classes: accuracy, and the overlap of sets of positions.
 
 Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`.
 """
@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_whole
 from purecompose._support.functorch import has_values, is_transforming
-from purecompose.losses.metric import Device, Mean, Metric, init_mean
+from purecompose.losses.metric import Device, Mean, Metric
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets
-
-
-class CalibrationGaps(NamedTuple):
-    """Accumulator of `calibration_error`."""
-
-    totals: Tensor
-    """Sums of confidence minus correctness in each bin so far, (num_bins,), of the dtype of a `Mean`'s total."""
-    number: Tensor
-    """Number of positions that counted so far, 0-d int64."""
 
 
 def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
@@ -111,61 +102,12 @@ def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
     return _overlap("iou", num_classes, ignore_index, lambda both, sizes: both / (sizes - both))
 
 
-def calibration_error(num_bins: int = 15, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the expected calibration error, the distance between confidence and accuracy.
-
-        ECE = sum_b n_b / n |acc_b - conf_b|
-
-    A position's confidence is the greatest probability of its classes, softmax(outputs). Bin b holds the n_b of n
-    positions whose confidence is in (b / num_bins, (b + 1) / num_bins]; acc_b is their accuracy and conf_b their mean
-    confidence. Outputs and targets are as for `top_k`. Logarithms of probabilities, such as those of the mean of an
-    ensemble, are logits of these probabilities.
-
-    Args:
-        num_bins: Number of bins of equal width, at least 1.
-        ignore_index: As for `top_k`.
-
-    Raises:
-        TypeError, ValueError: `num_bins` is not an integer of at least 1 (raised immediately), or there are fewer than
-            2 classes (at the first update).
-
-    Example:
-        >>> metric, outputs = calibration_error(), torch.tensor([[0.8, 0.2], [0.8, 0.2]]).log()
-        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([0, 1]))).item(), 4)
-        0.3
-
-    References:
-        Chuan Guo, Geoff Pleiss, Yu Sun, Kilian Q. Weinberger: On Calibration of Modern Neural Networks. ICML 2017.
-        https://arxiv.org/abs/1706.04599
-    """
-    check_whole(num_bins, "metrics.calibration_error: num_bins", 1)
-
-    def init(device: Device = None) -> CalibrationGaps:
-        total, number = init_mean(device)
-        return CalibrationGaps(total.repeat(num_bins), number)
-
-    def update(
-        acc: CalibrationGaps, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
-    ) -> CalibrationGaps:
-        classes, counted = _classes("calibration_error", outputs, targets, ignore_index)
-        confidence, guess = outputs.detach().to(acc.totals.dtype).softmax(dim=1).max(dim=1)
-        bins = ((confidence * num_bins).ceil() - 1).nan_to_num()  # NaN has to be in some bin to show in the result
-        is_in = (bins[..., None] == torch.arange(num_bins, device=outputs.device)) & counted[..., None]
-        gaps = torch.where(is_in, (confidence - (guess == classes).to(confidence.dtype))[..., None], 0.0)
-        return CalibrationGaps(acc.totals + gaps.flatten(0, -2).sum(0), acc.number + counted.sum())
-
-    def compute(acc: CalibrationGaps) -> Tensor:
-        return acc.totals.abs().sum() / acc.number
-
-    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=False), ignore_index)
-
-
 def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
     """Return a metric of logits and classes, whose `update` takes `ignore_index`, with the given index if there is one.
 
     Without one it is that of the state's loss.
     """
-    update: Callable[..., Any] = metric.update
+    update = metric.update
     if ignore_index is not None:
         update = functools.partial(update, ignore_index=ignore_index)
     return metric._replace(update=update, takes_logits=True, takes_ignore_index=ignore_index is None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,24 +14,6 @@ from purecompose.losses.terms import ignore_index_of
 
 
 Device = torch.device | str | None
-
-
-class InitFn(Protocol):
-    """`init(device=None) -> acc`: an empty accumulator."""
-
-    def __call__(self, device: Device = None) -> Any: ...
-
-
-class UpdateFn(Protocol):
-    """`update(acc, outputs, targets) -> acc`: the accumulator with one more batch."""
-
-    def __call__(self, acc: Any, outputs: Any, targets: Any) -> Any: ...
-
-
-class ComputeFn(Protocol):
-    """`compute(acc) -> value`, 0-d; NaN without examples."""
-
-    def __call__(self, acc: Any, /) -> Tensor: ...
 
 
 class Metric(NamedTuple):
@@ -50,9 +32,9 @@ class Metric(NamedTuple):
         0.5
     """
 
-    init: InitFn
-    update: UpdateFn
-    compute: ComputeFn
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+    compute: Callable[[Any], Any]
     reads_batch: bool = False
     """True if `update` takes the whole batch in place of the targets, as a model's own loss does."""
     takes_logits: bool = False
@@ -107,7 +89,7 @@ def of_loss(metric: Metric, loss_fn: Any) -> Metric:
         >>> metric.compute(metric.update(metric.init(), outputs, batch)).item()
         0.5
     """
-    inner: Callable[..., Any] = metric.update
+    inner = metric.update
     ignore_index = ignore_index_of(loss_fn)
     if metric.takes_ignore_index and ignore_index is not None:
         inner = functools.partial(inner, ignore_index=ignore_index)
@@ -128,10 +110,7 @@ def counting(metric: Metric, num_examples: int) -> Callable[..., Any]:
         metric: A metric.
         num_examples: Number of examples in the batch.
     """
-    if not metric.takes_count:
-        return metric.update
-    update: Callable[..., Any] = metric.update
-    return functools.partial(update, num_examples=num_examples)
+    return functools.partial(metric.update, num_examples=num_examples) if metric.takes_count else metric.update
 
 
 def read_by(metric: Metric, state: Any) -> Any:

@@ -24,13 +24,7 @@ from purecompose.losses import (
     num_terms,
     share_of_mean,
 )
-from purecompose.losses.class_metrics import (
-    accuracy as accuracy,
-    calibration_error as calibration_error,
-    dice as dice,
-    iou as iou,
-    top_k as top_k,
-)
+from purecompose.losses.class_metrics import accuracy as accuracy, dice as dice, iou as iou, top_k as top_k
 from purecompose.losses.evaluation import check_pairs
 from purecompose.losses.metric import (
     Device,
@@ -100,8 +94,7 @@ def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
     mean = mean_loss(cross_entropy if loss_fn is None else loss_fn)
 
     def update(acc: Mean, outputs: Any, targets: Any, ignore_index: int = -100, **options: Any) -> Mean:
-        inner: Callable[..., Mean] = mean_loss(CrossEntropy(ignore_index)).update
-        return inner(acc, outputs, targets, **options)
+        return mean_loss(CrossEntropy(ignore_index)).update(acc, outputs, targets, **options)
 
     if loss_fn is None:
         mean = mean._replace(update=update, takes_ignore_index=True)

@@ -71,8 +71,8 @@ def plain_operations(*, refuses: bool = False) -> Iterator[None]:
     """Return a scope in which functions whose gradients cannot be differentiated are replaced by plain operations.
 
     Args:
-        refuses: True to raise an error for functions that are not replaced, as for a step whose parameters depend on
-            what it is differentiated by.
+        refuses: True to raise an error for functions whose derivatives would be wrong, as for a step whose parameters
+            depend on what it is differentiated by. Torch raises errors for derivatives that it lacks.
     """
     # torch's fused attention has no second derivative.
     with during(_OWN, _PLAIN), sdpa_kernel(SDPBackend.MATH), _Plain(refuses):
@@ -130,7 +130,7 @@ class _Plain(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_iterated = func is F.normalize and kwargs.get("out") is not None
-        if self._refuses and (advice := _MISSING.get(func) or _wrong(func, is_iterated)):
+        if self._refuses and (advice := _wrong(func, is_iterated)):
             name = "spectral_norm" if is_iterated else func.__name__
             raise RuntimeError(f"{name} is part of a step that is differentiated, but {advice}")
         return (_REPLACED[func] if func in _REPLACED else func)(*args, **kwargs)
@@ -228,16 +228,6 @@ if hasattr(F, "linear_cross_entropy"):  # computed in chunks, it lacks second de
     _REPLACED[F.linear_cross_entropy] = lambda *args, **kwargs: F.linear_cross_entropy(
         *args, **{**kwargs, "options": None}
     )
-
-_NO_DERIVATIVE = "torch has no derivative of its gradient: "
-_MISSING: dict[Any, str] = {
-    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), _NO_DERIVATIVE + "use losses.ctc"),
-    **dict.fromkeys((F.embedding_bag, torch.embedding_bag), _NO_DERIVATIVE + "use F.embedding, and a sum of its rows"),
-    **dict.fromkeys((F.pdist, torch.pdist), _NO_DERIVATIVE + "use torch.cdist"),
-    **dict.fromkeys((F.multi_margin_loss, F.multilabel_margin_loss), _NO_DERIVATIVE + "compute it by torch.clamp"),
-    torch.segment_reduce: _NO_DERIVATIVE + "use torch.scatter_reduce",
-}
-"""Remedies by function."""
 
 _NAMES = "det logdet slogdet solve solve_ex tensorsolve householder_product eig eigvals".split()
 _SOLVERS = frozenset(getattr(place, name) for place in (torch, torch.linalg) for name in _NAMES if hasattr(place, name))

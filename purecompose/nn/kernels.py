@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,25 +232,6 @@ class _Attention(TorchFunctionMode):
         return value.to(self._dtype) if is_float else value
 
 
-class SharedBatch(Protocol):
-    """The processes that share a batch, within a forward and backward pass."""
-
-    is_empty: bool
-    """True if this process has no examples, and what it computes does not count."""
-
-    def sum(self, own: Tensor) -> Tensor:
-        """Return the sum over processes."""
-        ...
-
-    def gradient_share(self) -> Tensor:
-        """Return the number by which this process's gradients are multiplied before they are summed, 0-d, not 0."""
-        ...
-
-    def counted(self, grad: Tensor) -> Tensor:
-        """Return a gradient, without what comes from a loss that does not count."""
-        ...
-
-
 class SharedBatchNorms(TorchFunctionMode):
     """Mode in which batch normalisation in training mode uses the statistics of all processes."""
 
@@ -263,7 +244,7 @@ class SharedBatchNorms(TorchFunctionMode):
 
 def _batch_norm(
     func: Any,
-    shared: SharedBatch,
+    shared: Any,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -273,7 +254,10 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return what `torch.nn.functional.batch_norm` returns for the whole batch; running statistics are updated."""
+    """Return what `torch.nn.functional.batch_norm` returns for the whole batch; running statistics are updated.
+
+    `shared` is the `core.ranks.SharedPart` of the processes that share the batch.
+    """
     if not training:
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
     wide = input if input.dtype == torch.float64 else input.float()
@@ -289,7 +273,7 @@ def _batch_norm(
     return normed.to(input.dtype)
 
 
-def _statistics(values: Tensor, shared: SharedBatch, near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(values: Tensor, shared: Any, near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance of each channel over all processes, (C,), and the number of values, 0-d.
 
     Args:
@@ -317,7 +301,7 @@ class _Normalised(torch.autograd.Function):
     """Inputs normalised by statistics that depend on the inputs of all processes."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, mean: Tensor, scale: Tensor, count: Tensor, shared: SharedBatch) -> Tensor:
+    def forward(ctx: Any, values: Tensor, mean: Tensor, scale: Tensor, count: Tensor, shared: Any) -> Tensor:
         shape = (1, -1, *[1] * (values.ndim - 2))
         normed = (values - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normed, scale, count)

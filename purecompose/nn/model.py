@@ -6,7 +6,6 @@ skeleton for the duration of a `with` block, so a user's module is never touched
 """
 
 import copy
-import pickle
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -14,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.utils import parametrize
 
 from purecompose._support.checks import shown
 from purecompose._support.fingerprint import fingerprint
@@ -128,13 +125,6 @@ class Model:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the training skeleton, modules whose tensors have shapes and no values."""
-        for name, child in self.module.named_modules():
-            if parametrize.is_parametrized(child):
-                raise pickle.PicklingError(
-                    f"{name or 'the network'} is parametrized (torch.nn.utils.parametrizations), and torch does not "
-                    "pickle such modules: use purecompose.save(state, path) and load(path, like=state), which need no "
-                    "pickle"
-                )
         return of_skeleton, (self._skeletons[True].blank_copy(),)
 
     def __repr__(self) -> str:
@@ -283,40 +273,6 @@ def set_modes(root: nn.Module, eval_mode: Sequence[str], train_mode: Sequence[st
             )
         if evaluates or trains:
             module.train(trains)
-
-
-def warn_of_idle_parts(root: nn.Module, eval_mode: Sequence[str]) -> None:
-    """Warn of parts in evaluation mode that would act differently in training mode."""
-    found = _idle(root, "", eval_mode)
-    if found:
-        listed = ", ".join(name or "the network" for name in found[:3])
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        warn(
-            f"the network is in training mode except for {listed}{more}: there, dropout is off and running statistics "
-            f"stand still in training. State.create(train_mode={found[:3]}) puts such parts into training mode, "
-            f"State.create(eval_mode={found[:3]}) keeps them as they are"
-        )
-
-
-def _idle(module: nn.Module, name: str, decided: Sequence[str]) -> list[str]:
-    """Return the outermost modules in evaluation mode, from this one on, whose mode matters and is not decided."""
-    if not module.training:
-        if _matches(name, decided):
-            return []
-        if any(_has_modes(child) for child in module.modules() if not child.training):
-            return [name]
-    children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
-    return [one for name, child in children for one in _idle(child, name, decided)]
-
-
-def _has_modes(module: nn.Module) -> bool:
-    """Return whether a module itself drops values at random, or keeps running statistics."""
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    attributes: dict[str, Any] = vars(module)
-    # Attention, recurrent layers and drop paths have a rate as an attribute.
-    drops = any("drop" in key and isinstance(value, float) and value > 0 for key, value in attributes.items())
-    return drops or any(module._buffers.get(key) is not None for key in ("running_mean", "running_var"))
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -117,7 +117,7 @@ class Sharing:
                 for second in members[index + 1 :]:
                     if _span(second.tensor)[0] >= end:
                         break
-                    if _have_common_bytes(first.tensor, second.tensor):
+                    if _overlap(first.tensor, second.tensor):
                         yield first, second
 
 
@@ -128,23 +128,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (int(last) + 1) * tensor.element_size()
 
 
-def _have_common_bytes(first: Tensor, second: Tensor) -> bool:
+def _overlap(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors whose spans intersect overlap; columns of one matrix, for example, do not."""
-    if first.is_contiguous() and second.is_contiguous():
+    if first.dtype is not second.dtype or (first.is_contiguous() and second.is_contiguous()):
         return True
-    spans = _span(first), _span(second)
-    base, end = min(start for start, _ in spans), max(end for _, end in spans)
-    is_used = torch.zeros(end - base, dtype=torch.bool)
-    _bytes_of(first, is_used, base).fill_(True)
-    return bool(_bytes_of(second, is_used, base).any())
-
-
-def _bytes_of(tensor: Tensor, memory: Tensor, base: int) -> Tensor:
-    """Return a tensor's part of `memory`, which has one entry for each byte from `base` on."""
-    size = tensor.element_size()
-    strides = [stride * size for stride in tensor.stride()]
-    shape = [1 if stride == 0 else length for length, stride in zip(tensor.shape, strides, strict=True)]
-    return memory.as_strided([*shape, size], [*strides, 1], _span(tensor)[0] - base)
+    numbers = torch.arange(first.untyped_storage().nbytes() // first.element_size())
+    places = (numbers.as_strided(one.shape, one.stride(), one.storage_offset()) for one in (first, second))
+    return bool(torch.isin(*places).any())
 
 
 def check_modules(module: nn.Module) -> None:
@@ -207,18 +197,12 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
             "stacked: register its indices and values as buffers, and make the sparse tensor in forward, "
             "torch.sparse_coo_tensor(self.indices, self.values, size), or add up rows by index_add, as populations need"
         )
-    if tensor.grad_fn is not None and f"{name}_orig" in others and f"{name}_mask" in others:
-        raise ValueError(
-            f"{name} is computed from {name}_orig and {name}_mask, as torch.nn.utils.prune leaves it: make the "
-            "pruning permanent first, prune.remove(module, name), and keep the zeros by a parametrization that "
-            "multiplies by the mask (torch.nn.utils.parametrize)"
-        )
     # The older spectral_norm keeps a plain copy, which is not computed before the first forward pass.
     is_copy = not isinstance(tensor, nn.Parameter) and f"{name}_orig" in others and f"{name}_u" in others
     if tensor.grad_fn is not None or is_copy:
         raise ValueError(
-            f"{name} is computed from other tensors, as torch.nn.utils.weight_norm and spectral_norm leave "
-            "it: use the ones in torch.nn.utils.parametrizations"
+            f"{name} is computed from other tensors, as torch.nn.utils.weight_norm, spectral_norm and prune leave it: "
+            "use torch.nn.utils.parametrizations, or make it permanent (prune.remove)"
         )
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise ValueError(
@@ -231,11 +215,6 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
             f"{name} is a {type(tensor).__name__}, a subclass of Tensor with its own operations, which transforms "
             "and compiled steps would drop: keep a plain tensor, and put the operations into a module or a "
             "parametrization (torch.nn.utils.parametrize)"
-        )
-    if name.endswith(".min_val") and not tensor.numel():
-        raise ValueError(
-            f"{name} gets its shape in the first forward pass, as observers of quantization-aware training do: run the "
-            "network once on a batch, in training mode, before State.create"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from purecompose._support.checks import suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read, wide_dtype
 from purecompose.optim.checks import Betas, Constant, GivenGroups, Rate
-from purecompose.optim.decay import Decay, decayed, shrinkage, warn_if_strong
+from purecompose.optim.decay import Decay, decayed, shrinkage
 from purecompose.optim.fused import adam as fused_adam, can_fuse
 from purecompose.optim.lists import increment, lerp, maximum, multiply, root_plus, subtract_ratio, unbound
 from purecompose.schedule import Scalar
@@ -129,9 +129,6 @@ def decoupled_adamw(
     Args:
         lr, betas, eps, weight_decay, amsgrad, groups: As for `adam`.
 
-    Warns:
-        UserWarning: The equivalent decay of `adamw` is above 1: likely a number from a recipe for `adamw`.
-
     Example:
         >>> params = {"w": torch.tensor([1.0])}
         >>> optimizer = decoupled_adamw(0.1, weight_decay=0.0625)
@@ -141,9 +138,7 @@ def decoupled_adamw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    optimizer = Adam(lr, betas, eps, weight_decay, amsgrad, "by schedule", groups)
-    warn_if_strong("decoupled_adamw", "adamw", optimizer.weight_decay, optimizer.lr)
-    return optimizer
+    return Adam(lr, betas, eps, weight_decay, amsgrad, "by schedule", groups)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

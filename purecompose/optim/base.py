@@ -1,7 +1,7 @@
 """The optimizer protocol and parameter groups.
 
-An optimizer of this package is a `Rule`: it defines the tensors kept for each parameter (`slots`, `fresh`) and how a
-list of parameters moves (`move`). `ByGroup` derives `init` and `update` from it: it splits the parameters by group,
+An optimizer of this package is a `ByGroup`: it defines the tensors kept for each parameter (`slots`, `fresh`) and how a
+list of parameters moves (`move`). The class derives `init` and `update` from it: it splits the parameters by group,
 gathers the lists, and puts the results back under their names. A rule that moves matrices differently from vectors
 distinguishes their forms and has a rule for each (`form`, `formed`).
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.shards import divided, is_shard, local, may_be_shards, place_of, placed, whole
-from purecompose.optim.checks import Groups, as_float, checked_groups, match_or_raise
+from purecompose.optim.checks import as_float, checked_groups, match_or_raise
 from purecompose.optim.lists import alike, is_plain
 from purecompose.schedule import Scalar, number
 from purecompose.schedule.declared import Check, checks_of, declarations
@@ -63,46 +63,10 @@ class Optimizer(Protocol):
         ...
 
 
-class Rule(Protocol):
-    """An optimizer within one group: its settings apply to all the tensors passed to it."""
-
-    @property
-    def groups(self) -> Groups: ...
-
-    @property
-    def called(self) -> str: ...
-
-    @property
-    def is_elementwise(self) -> bool: ...
-
-    def overridden(self, options: Mapping[str, Any]) -> Rule:
-        """Return the rule inside a group: with the group's options, and without groups."""
-        ...
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """Names of the tensors kept for each parameter."""
-        ...
-
-    def fresh(self, slot: str, param: Tensor) -> Tensor:
-        """Return a slot's tensor before the first update."""
-        ...
-
-    def formed(self, form: Hashable) -> Rule:
-        """Return the rule for parameters of a form; in most cases the rule itself."""
-        ...
-
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Return new parameters and new slots, in the order of the lists; all of them are new tensors."""
-        ...
-
-
 class Cell(NamedTuple):
     """The parameters that one set of options moves."""
 
-    rule: Rule
+    rule: ByGroup
     names: tuple[str, ...]
     slots: tuple[str, ...]
 
@@ -213,10 +177,21 @@ class ByGroup:
     def _cells(self, names: Iterable[str], params: Mapping[str, Tensor]) -> tuple[Cell, ...]:
         names = tuple(names)
         if type(self).form is ByGroup.form:
-            return cells(cast(Rule, self), names)
+            return cells(self, names)
         # A name without a parameter is reported later, when the lists are gathered.
         forms = tuple(self.form(params[name]) if name in params else None for name in names)
-        return cells(cast(Rule, self), names, forms)
+        return cells(self, names, forms)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the tensors kept for each parameter."""
+        raise NotImplementedError
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Return new parameters and new slots, in the order of the lists; all of them are new tensors."""
+        raise NotImplementedError
 
     def form(self, param: Tensor) -> Hashable:
         """Return a value that distinguishes parameters that move in different ways; by default `None`."""
@@ -237,7 +212,7 @@ def _checks_of(kind: type) -> dict[str, tuple[Check, bool]]:
 
 
 @functools.lru_cache(maxsize=256)
-def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None = None) -> tuple[Cell, ...]:
+def cells(rule: ByGroup, names: tuple[str, ...], forms: tuple[Hashable, ...] | None = None) -> tuple[Cell, ...]:
     """Split parameter names by the first group whose pattern they match; the rest keep the rule's options.
 
     A cell's rule is the optimizer itself with the group's options applied, and without groups. Groups with
@@ -248,7 +223,7 @@ def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None
         names: The parameters' names.
         forms: The form of each parameter, if the optimizer treats forms differently.
     """
-    members: dict[Rule, list[str]] = {}
+    members: dict[ByGroup, list[str]] = {}
     rules = [(pattern, rule.overridden(dict(options))) for pattern, options in rule.groups]
     rest = rule.overridden({})
     for i, name in enumerate(names):
@@ -333,9 +308,9 @@ def _moved_by_parts(
 
 
 def _moved(
-    rule: Rule, move: Any, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    rule: ByGroup, move: Any, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Return what `Rule.move` does, also for tensors whose rows are divided among processes.
+    """Return what `ByGroup.move` does, also for tensors whose rows are divided among processes.
 
     Where elements move by themselves, each process moves its rows. Otherwise all processes put the tensors together and
     move all rows, and each keeps its own.

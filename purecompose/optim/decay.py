@@ -9,14 +9,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.messages import warn
 from purecompose._support.shards import local, place_of, placed
 from purecompose.optim.base import ByGroup, Optimizer, Value, can_move, cells, read
 from purecompose.optim.checks import matched
 from purecompose.optim.lists import add
 from purecompose.optim.nested import leaves, settings_of
 from purecompose.schedule import Scalar, Schedule, number
-from purecompose.schedule.scalar import factors_of, known_part
+from purecompose.schedule.scalar import factors_of
 
 
 Decay: TypeAlias = Literal["coupled", "by rate", "by schedule"]
@@ -61,27 +60,6 @@ def progress(scalar: Scalar, value: Value) -> float | Tensor:
         0.25
     """
     return math.prod((read(one, value) for one in factors_of(scalar) if isinstance(one, Schedule)), start=1.0)
-
-
-def warn_if_strong(name: str, coupled: str, weight_decay: Scalar, lr: Scalar) -> None:
-    """Warn if a decay by schedule is far too strong, such as a number from a recipe for another optimizer.
-
-    Composer warns from 1e-3 on, which is right for a learning rate of 2 and far too much for one of 1e-3; the ratio
-    of decay and learning rate reveals the mistake.
-
-    Args:
-        name: The optimizer's name.
-        coupled: The name of its counterpart whose decay is multiplied by the learning rate.
-        weight_decay: The optimizer's decay.
-        lr: The optimizer's learning rate.
-    """
-    decay, rate = known_part(weight_decay), known_part(lr)
-    if decay > rate > 0:
-        warn(
-            f"{name}: weight_decay={decay:g} takes {100 * decay:g} % off every weight in every step, as "
-            f"{coupled}(lr={rate:g}, weight_decay={decay / rate:g}) would: here it is not multiplied by the learning "
-            f"rate. For the effect of weight_decay={decay:g} in {coupled}, set weight_decay={decay * rate:g}"
-        )
 
 
 class DecayRule(NamedTuple):

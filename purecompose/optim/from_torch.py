@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from purecompose._support.checks import frozen, shown
 from purecompose._support.functorch import is_fake, is_transforming, plainly
-from purecompose.optim.base import ByGroup, OptState, Value, cells
-from purecompose.optim.checks import Groups, checked_groups, match_or_raise
+from purecompose.optim.base import ByGroup, OptState, Value
+from purecompose.optim.checks import Groups, checked_groups
 from purecompose.schedule import Hparam, Product, Schedule, number
 from purecompose.schedule.scalar import known_part
 
@@ -32,15 +32,15 @@ def from_torch(
 
     It computes the same results as the class, bit for bit, and an interrupted run resumes with the same bits, because
     the optimizer's state contains everything that the class keeps. It is slower than an optimizer of this library,
-    since every update copies parameters, gradients and memory, and on a GPU a counter that the class keeps on the host
-    is read back once a step.
+    since every update copies parameters, gradients and memory, and on a GPU reads back counters that the class keeps on
+    the host.
 
     The class cannot be traced: a step with it runs as composed, and neither `compile` nor `population` nor a gradient
     through the update works. Each of them raises an error that explains this.
 
     Args:
-        optimizer: A subclass of `torch.optim.Optimizer`. It keeps its memory in `state[param]`, as tensors, numbers,
-            bools or None that exist from the first step on.
+        optimizer: A subclass of `torch.optim.Optimizer` that moves each parameter by itself. It keeps its memory in
+            `state[param]`, as tensors, numbers, bools or None that exist from the first step on.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of the
             settings: `{"*.bias": {"weight_decay": 0.0}}`.
         settings: The arguments of the class, by name. In place of a number, also inside a tuple, an hparam, a schedule
@@ -53,8 +53,8 @@ def from_torch(
 
     Raises:
         TypeError: The argument is not an optimizer class, or it does not take the settings, or one is a tensor; or the
-            class needs a closure (LBFGS) or sparse gradients (SparseAdam), or keeps memory outside of `state[param]`.
-        ValueError: The class rejects a setting or, in `init`, a parameter.
+            class needs a closure (LBFGS) or sparse gradients (SparseAdam).
+        ValueError: The class rejects a setting or, in `init`, a parameter, or keeps memory outside of `state[param]`.
         RuntimeError: From `update`, if it is traced, mapped or differentiated.
 
     Example:
@@ -75,6 +75,8 @@ class FromTorch(ByGroup):
     optimizer: type[torch.optim.Optimizer]
     settings: Settings = ()
     groups: Groups = ()
+    param_form: Any = None
+    """Shape, dtype and device of the parameters that this rule moves, which determine what the class remembers."""
 
     def __repr__(self) -> str:
         settings = {name: repr(setting) for name, setting in self.settings}
@@ -91,28 +93,17 @@ class FromTorch(ByGroup):
         _check_class(self.optimizer)
         settings = tuple((name, frozen(setting)) for name, setting in sorted(dict(self.settings).items()))
         for name, setting in settings:
-            _check_setting(setting, f"{self.called}: {name}")
-        if dict(settings).get("differentiable"):
-            raise ValueError(
-                f"{self.called}: differentiable=True is not supported: the update works on copies and passes no "
-                "gradient on. To differentiate through steps use an optimizer of purecompose.optim, such as adamw"
-            )
+            if isinstance(setting, Tensor):
+                raise TypeError(
+                    f"{self.called}: {name}: expected a number, got {shown(setting)}; an optimizer holds no tensors: "
+                    "use hparam('lr', 0.1), whose tensor is kept in state.hparams"
+                )
         object.__setattr__(self, "settings", settings)
-        self._try_out()
-        object.__setattr__(self, "groups", checked_groups(self, self.groups))
-
-    def _try_out(self) -> None:
-        """Run one step on a small matrix, which finds most mistakes when the optimizer is built."""
         try:
-            instance(self.optimizer, [([nn.Parameter(torch.ones(2, 2))], read(self.settings, known_part))])
+            self.optimizer([nn.Parameter(torch.ones(2, 2))], **_read(settings, known_part))
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"{self.called}: {error}") from error
-        try:
-            memory_of(self.optimizer, self.settings, torch.Size((2, 2)), torch.float32, torch.device("cpu"))
-        except Refused as error:
-            raise TypeError(f"{self.called}: {error}") from error
-        except Exception:  # noqa: BLE001
-            return  # The settings may need a GPU, or parameters of another form: `init` tries the real ones.
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     @property
     def settings_by_name(self) -> dict[str, Any]:
@@ -123,25 +114,35 @@ class FromTorch(ByGroup):
     def overridden(self, options: Mapping[str, Any]) -> FromTorch:
         return FromTorch(self.optimizer, tuple({**dict(self.settings), **options}.items()))
 
+    def form(self, param: Tensor) -> Any:
+        return param.shape, param.dtype, torch.device("cpu") if param.is_meta else param.device
+
+    def formed(self, form: Any) -> FromTorch:
+        return dataclasses.replace(self, param_form=form)
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What the class remembers of a parameter of this form after its first step, by name."""
+        if self.param_form is None:
+            return {}
+        shape, dtype, device = self.param_form
+        try:
+            return _memory_of(self.optimizer, self.settings, shape, dtype, device)
+        except Exception as error:
+            raise ValueError(
+                f"{self.called}: cannot move a parameter of shape {tuple(shape)} and {dtype}: {error}"
+            ) from error
+
     @property
     def slots(self) -> tuple[str, ...]:
-        return ()  # Each parameter has its own.
+        kept = tuple(name for name, value in self.memory.items() if value is not None)
+        return (STARTED, *kept) if self.memory else ()
 
-    def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return zeros for all that the class will remember of every parameter; see `Optimizer.init`.
-
-        Raises:
-            ValueError: The class rejects a parameter, or a group's pattern matches nothing.
-        """
-        for pattern, _ in self.groups:
-            match_or_raise(pattern, params, f"{self.called}: groups[{pattern!r}]")
-        rules = {name: cell.rule for cell in cells(self, tuple(params)) for name in cell.names}
-        opt_state: OptState = {}
-        for name, param in params.items():
-            for slot in self._memory_of(rules[name], name, param).kept:
-                zeros = torch.zeros(slot.shape, dtype=slot.dtype, device=param.device)
-                opt_state.setdefault(slot.name, {})[name] = zeros
-        return opt_state
+    def fresh(self, slot: str, param: Tensor) -> Tensor:
+        """Return zeros, which the class does not read before its first step."""
+        if slot == STARTED:
+            return torch.zeros((), dtype=torch.bool, device=param.device)
+        return torch.zeros_like(_tensor(self.memory[slot]), device=param.device)
 
     def update(
         self,
@@ -157,81 +158,40 @@ class FromTorch(ByGroup):
             RuntimeError: The update is traced, mapped or differentiated; or the form of the memory differs from that
                 after the first step.
         """
-        new_params = dict(params)
-        new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
-        if not grads:
-            return new_params, new_opt_state
-        found = cells(self, tuple(grads))
-        rules = [cast(FromTorch, cell.rule) for cell in found]
-        self._check_known(grads, params)
-        self._check_untraced(
-            [*grads.values(), *params.values(), *(t for ts in opt_state.values() for t in ts.values())]
-        )
-        memories = {
-            name: self._memory_of(rule, name, params[name], opt_state)
-            for rule, cell in zip(rules, found, strict=True)
-            for name in cell.names
-        }
-        settings = [read(rule.settings, self._untraced(value)) for rule in rules]
-        with torch.no_grad():
-            copies = {name: nn.Parameter(params[name].detach().clone()) for name in grads}
-            for name, copy in copies.items():
-                copy.grad = grads[name].detach().to(copy.dtype, copy=True)
-            members = [[copies[name] for name in cell.names] for cell in found]
-            made = instance(self.optimizer, list(zip(members, settings, strict=True)))
-            put_in(made, copies, memories, opt_state)
-            before = elsewhere(made)
-            made.step()
-            try:
-                check_elsewhere(made, before, copies.values())
-                for name, copy in copies.items():
-                    new_params[name] = copy.detach()
-                    for slot, tensor in taken_out(made.state.get(copy, {}), memories[name], copy.device).items():
-                        new_opt_state[slot][name] = tensor
-            except Refused as error:
-                raise RuntimeError(f"{self.called}: {error}") from error
-        return new_params, new_opt_state
-
-    def _memory_of(
-        self, rule: Any, name: str, param: Tensor, opt_state: Mapping[str, Mapping[str, Tensor]] | None = None
-    ) -> Memory:
-        """Return the memory that the class keeps for a parameter; if a state is given, check that it contains all."""
-        device = torch.device("cpu") if param.is_meta else param.device
-        if device.type == "cpu" and dict(rule.settings).get("capturable"):
-            raise ValueError(
-                f"{self.called}: capturable=True keeps counters on a GPU, but the parameter {name!r} is on the CPU: "
-                "leave it out, or move the network to the GPU before State.create"
-            )
-        try:
-            memory = memory_of(self.optimizer, rule.settings, param.shape, param.dtype, device)
-        except Exception as error:
-            form = f"{name!r} of shape {tuple(param.shape)} and {param.dtype}"
-            raise ValueError(f"{self.called}: cannot move the parameter {form}: {error}") from error
-        for slot in memory.kept:
-            if opt_state is not None and name not in opt_state.get(slot.name, {}):
-                raise KeyError(
-                    f"{self.called}: opt_state[{slot.name!r}] holds nothing for parameter {name!r}; "
-                    "opt_state must come from this optimizer's init(params), of the same settings and names"
-                )
-        return memory
-
-    def _check_known(self, grads: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
-        for name in grads:
-            if name not in params:
-                raise KeyError(
-                    f"{self.called}: got a gradient for {name!r}, which is not among the {len(params)} parameters"
-                )
-
-    def _untraced(self, value: Value) -> Value:
-        """Return a reader of settings that returns floats and rejects traced tensors."""
+        slots = (tensor for tensors in opt_state.values() for tensor in tensors.values())
+        self._check_untraced([*grads.values(), *params.values(), *slots])
 
         def number_of(scalar: Any) -> float:
             found = value(scalar)
-            if isinstance(found, Tensor):
-                self._check_untraced([found])
+            self._check_untraced([found] if isinstance(found, Tensor) else [])
             return float(found)
 
-        return number_of
+        return super().update(grads, opt_state, params, number_of)
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        memory, settings = self.memory, _read(self.settings, value)
+        with torch.no_grad():
+            copies = [nn.Parameter(param.detach().clone()) for param in params]
+            for copy, grad in zip(copies, grads, strict=True):
+                copy.grad = grad.detach().clone()
+            made = self.optimizer(copies, **settings)
+            for i, has_started in enumerate(slots.get(STARTED, ())):
+                if has_started:
+                    made.state[copies[i]] = {
+                        name: None if kept is None else _as_kept(kept, slots[name][i]) for name, kept in memory.items()
+                    }
+            try:
+                _run(made)
+                states = [_checked(made.state.get(copy, {}), memory) for copy in copies]
+            except _MemoryError as error:
+                raise RuntimeError(f"{self.called}: {error}") from error
+        device = params[0].device
+        new = {name: [state[name].to(device) for state in states] for name in slots if name != STARTED}
+        if slots:
+            new = {STARTED: [torch.ones_like(flag) for flag in slots[STARTED]], **new}
+        return [copy.detach() for copy in copies], new
 
     def _check_untraced(self, tensors: Sequence[Tensor]) -> None:
         """Raise if the update is transformed, traced or differentiated; its result would be missing or wrong there."""
@@ -253,7 +213,21 @@ class FromTorch(ByGroup):
             )
 
 
-# The class and its settings.
+# The class, its settings and its memory.
+
+STARTED = "started"
+"""Name of the slot that is true for a parameter that has been updated before, 0-d bool."""
+
+_DONE_ONCE = ("_warned", "_need_device_dtype_check")
+"""Beginnings of the names of attributes by which torch notes that it has warned, or has checked devices."""
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+Settings: TypeAlias = tuple[tuple[str, Any], ...]
+
+
+class _MemoryError(TypeError):
+    """Error for memory that no slot can hold."""
 
 
 def _name(optimizer: Any) -> str:
@@ -282,57 +256,7 @@ def _check_class(optimizer: Any) -> None:
         )
 
 
-def _check_setting(setting: Any, where: str) -> None:
-    if isinstance(setting, Tensor):
-        raise TypeError(
-            f"{where}: expected a number, got {shown(setting)}; an optimizer holds no tensors: use hparam('lr', 0.1), "
-            "whose tensor is kept in state.hparams"
-        )
-    try:
-        hash(setting)
-    except TypeError:
-        raise TypeError(f"{where}: expected a hashable setting, got {shown(setting)}") from None
-
-
-STARTED = "started"
-"""Name of the slot that is true for a parameter that has been updated before, 0-d bool."""
-
-_DONE_ONCE = ("_warned", "_need_device_dtype_check")
-
-Settings: TypeAlias = tuple[tuple[str, Any], ...]
-
-
-class Slot(NamedTuple):
-    """One value that an optimizer class remembers of a parameter."""
-
-    name: str
-    kind: type
-    """Tensor, or the type of a Python value: bool, int or float."""
-    shape: torch.Size
-    dtype: torch.dtype
-    is_on_host: bool
-    """True if the class keeps it on the CPU, whatever the parameter's device."""
-
-
-class Memory(NamedTuple):
-    """All that an optimizer class remembers of a parameter."""
-
-    slots: tuple[Slot, ...] = ()
-    """Slots that are kept, without `STARTED`."""
-    absent: tuple[str, ...] = ()
-    """Names of entries that are None after the first step and later."""
-
-    @property
-    def kept(self) -> tuple[Slot, ...]:
-        """Slots that are kept, including `STARTED`; empty if the class remembers nothing."""
-        return (Slot(STARTED, bool, torch.Size(), torch.bool, True), *self.slots) if any(self) else ()
-
-
-class Refused(TypeError):
-    """Error for memory that no slot can hold."""
-
-
-def read(settings: Settings, value: Value) -> dict[str, Any]:
+def _read(settings: Settings, value: Value) -> dict[str, Any]:
     """Return settings as the class takes them, with schedules and hparams as floats."""
 
     def plain(setting: Any) -> Any:
@@ -343,143 +267,80 @@ def read(settings: Settings, value: Value) -> dict[str, Any]:
     return {name: plain(setting) for name, setting in settings}
 
 
-def instance(
-    optimizer: type[torch.optim.Optimizer], groups: Sequence[tuple[list[nn.Parameter], dict[str, Any]]]
-) -> torch.optim.Optimizer:
-    """Return an optimizer for groups of parameters, at least one, with their settings."""
-    return optimizer([{"params": params, **settings} for params, settings in groups], **groups[0][1])
-
-
 @functools.lru_cache(maxsize=1024)
-def memory_of(
+def _memory_of(
     optimizer: type[torch.optim.Optimizer],
     settings: Settings,
     shape: torch.Size,
     dtype: torch.dtype,
     device: torch.device,
-) -> Memory:
-    """Return what a class remembers of a parameter of this form, found by a step on ones.
-
-    Raises:
-        Refused: The class remembers something that no slot can hold.
-        Exception: Whatever the class raises for such a parameter.
-    """
+) -> dict[str, Any]:
+    """Return what a class remembers of a parameter of this form, found by a step on ones."""
     if not dtype.is_floating_point and not dtype.is_complex:
-        return Memory()  # Parameters of these dtypes are not trained.
+        return {}  # Parameters of these dtypes are not trained.
     with plainly():
         param = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
         param.grad = torch.ones_like(param)
-        probe = instance(optimizer, [([param], read(settings, known_part))])
-        before = elsewhere(probe)
-        probe.step()
-        check_elsewhere(probe, before, [param])
-        kept = dict(probe.state.get(param, {}))
-    if STARTED in kept:
-        raise Refused(f"its memory uses the name {STARTED!r}, which is reserved here for the flag of first updates")
-    slots = tuple(_slot(name, value, device) for name, value in kept.items() if value is not None)
-    return Memory(slots, tuple(name for name, value in kept.items() if value is None))
+        made = optimizer([param], **_read(settings, known_part))
+        _run(made)
+        memory = dict(made.state.get(param, {}))
+    if STARTED in memory:
+        raise _MemoryError(
+            f"its memory uses the name {STARTED!r}, which is reserved here for the flag of first updates"
+        )
+    for value in memory.values():
+        if value is not None:
+            _tensor(value)
+    return memory
 
 
-def _slot(name: Any, value: Any, device: torch.device) -> Slot:
-    if not isinstance(name, str):
-        raise Refused(f"it keeps memory under {shown(name)}; names of slots are strings")
-    if isinstance(value, Tensor):
-        return Slot(name, Tensor, value.shape, value.dtype, value.device.type != device.type)
-    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    if type(value) not in dtypes:
-        raise Refused(f"it keeps {name}={shown(value)} of a parameter; a slot holds a tensor, a number or a bool")
-    return Slot(name, type(value), torch.Size(), dtypes[type(value)], True)
+def _run(optimizer: torch.optim.Optimizer) -> None:
+    """Run a step, and raise a `_MemoryError` if it changes anything outside of the parameters' memory."""
+    before = _elsewhere(optimizer)
+    optimizer.step()
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    if _elsewhere(optimizer) != before or not params.issuperset(optimizer.state):
+        raise _MemoryError(
+            "it keeps memory in its groups or attributes, or in `state` outside of state[param]; only what is in "
+            "state[param] can be held"
+        )
 
 
-def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _elsewhere(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's data outside of `state`, in a comparable form: its groups' settings and its attributes."""
-
-    def described(held: Any) -> Any:
-        if isinstance(held, Tensor):
-            return "tensor", id(held), held._version
-        return tuple(map(described, held)) if isinstance(held, list | tuple) else held
-
-    groups = {
-        f"param_groups[{i}][{name!r}]": described(held)
-        for i, group in enumerate(optimizer.param_groups)
-        for name, held in group.items()
-        if name != "params"
-    }
+    groups = [{name: held for name, held in group.items() if name != "params"} for group in optimizer.param_groups]
     plain = (bool, int, float, Tensor, list, tuple)
-    # The attributes by which torch notes that it has warned, or has checked devices, do not count as memory.
     own = {
-        name: described(held)
+        name: held
         for name, held in vars(optimizer).items()
         if isinstance(held, plain) and name != "param_groups" and not name.startswith(_DONE_ONCE)
     }
-    return {**groups, **own}
+    return repr((groups, own))
 
 
-def check_elsewhere(optimizer: torch.optim.Optimizer, before: Mapping[str, Any], params: Iterable[Tensor]) -> None:
-    """Raise `Refused` if a step has changed anything outside of the given parameters' memory."""
-    after = elsewhere(optimizer)
-    changed = [name for name in after if name not in before or after[name] != before[name]]
-    if changed:
-        raise Refused(f"it keeps memory in {changed[0]}; only what is in state[param] can be held")
-    own = {id(param) for param in params}
-    if any(id(key) not in own for key in optimizer.state):
-        raise Refused("it keeps memory in `state` outside of state[param]; only what is in state[param] can be held")
+def _tensor(value: Any) -> Tensor:
+    """Return a remembered value as a tensor."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) not in _DTYPES:
+        raise _MemoryError(f"it keeps {shown(value)} of a parameter; a slot holds a tensor, a number or a bool")
+    return torch.tensor(value, dtype=_DTYPES[type(value)])
 
 
-def put_in(
-    optimizer: torch.optim.Optimizer,
-    params: Mapping[str, nn.Parameter],
-    memories: Mapping[str, Memory],
-    opt_state: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    """Put copies of the memory of each parameter that has been updated before into an optimizer."""
-    places = [(name, slot.name) for name, memory in memories.items() for slot in memory.kept if slot.is_on_host]
-    on_host = dict(zip(places, _on_host([opt_state[slot][name] for name, slot in places]), strict=True))
-    for name, memory in memories.items():
-        if not memory.kept or not on_host[name, STARTED].item():
-            continue
-        state: dict[str, Any] = dict.fromkeys(memory.absent)
-        for slot in memory.slots:
-            copy = on_host[name, slot.name] if slot.is_on_host else opt_state[slot.name][name].detach().clone()
-            state[slot.name] = copy if slot.kind is Tensor else copy.item()
-        optimizer.state[params[name]] = state
+def _as_kept(kept: Any, slot: Tensor) -> Any:
+    """Return a copy of a slot's value in the form and on the device in which the class keeps it."""
+    return slot.detach().clone().to(kept.device) if isinstance(kept, Tensor) else slot.item()
 
 
-def _on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies on the CPU; tensors of one form are copied together, to wait for the device once per form."""
-    copies = [tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach() for tensor in tensors]
-    forms: dict[Any, list[int]] = {}
-    for i, tensor in enumerate(copies):
-        if tensor.device.type != "cpu":
-            forms.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(i)
-    for members in forms.values():
-        arrived = torch.stack([copies[i] for i in members]).cpu()
-        for i, tensor in zip(members, arrived.unbind(), strict=True):
-            copies[i] = tensor.clone()
-    return copies
-
-
-def taken_out(state: Mapping[str, Any], memory: Memory, device: torch.device) -> dict[str, Tensor]:
-    """Return what an optimizer remembers of a parameter now, as slots on the parameter's device.
-
-    Raises:
-        Refused: The memory has another form than after the first step.
-    """
-    now = [name for name, value in state.items() if value is not None]
-    if set(now) != {slot.name for slot in memory.slots}:
-        first = ", ".join(slot.name for slot in memory.slots) or "nothing"
-        raise Refused(f"it remembers {', '.join(now) or 'nothing'} now, but {first} after its first step")
-    slots = {STARTED: torch.ones((), dtype=torch.bool, device=device)} if memory.kept else {}
-    for slot in memory.slots:
-        value = state[slot.name]
-        form = _slot(slot.name, value, device)
-        if (form.kind, form.shape, form.dtype) != (slot.kind, slot.shape, slot.dtype):
-            raise Refused(
-                f"its memory {slot.name!r} is {shown(value)} now, but was a {slot.kind.__name__} of {slot.dtype} and "
-                f"shape {tuple(slot.shape)} after its first step"
-            )
-        if slot.kind is Tensor:
-            slots[slot.name] = value.detach().to(device)
-        else:
-            slots[slot.name] = torch.tensor(value, dtype=slot.dtype, device=device)
-    return slots
+def _checked(state: Mapping[str, Any], memory: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what an optimizer remembers of a parameter now, in the form in which it did after its first step."""
+    now, first = (
+        {name: _tensor(value) for name, value in values.items() if value is not None} for values in (state, memory)
+    )
+    forms = [{name: (value.shape, value.dtype) for name, value in values.items()} for values in (now, first)]
+    if forms[0] != forms[1]:
+        found, expected = (
+            ", ".join(f"{name} {tuple(size)} {kind}" for name, (size, kind) in one.items()) for one in forms
+        )
+        raise _MemoryError(f"it remembers {found or 'nothing'} now, but {expected or 'nothing'} after its first step")
+    return now

@@ -11,7 +11,7 @@ from torch import Tensor
 from purecompose._support.checks import suggests_keywords
 from purecompose.optim.base import ByGroup, Value, read, wide_dtype
 from purecompose.optim.checks import GivenGroups, Rate
-from purecompose.optim.decay import Decay, decayed, warn_if_strong
+from purecompose.optim.decay import Decay, decayed
 from purecompose.optim.lists import add, increment, multiply, unbound
 from purecompose.schedule import Scalar
 
@@ -90,9 +90,6 @@ def decoupled_sgdw(
     Args:
         lr, momentum, dampening, weight_decay, nesterov, groups: As for `sgd`.
 
-    Warns:
-        UserWarning: The equivalent decay of `sgd` is above 1: likely a number from a recipe for `sgd`.
-
     Example:
         >>> params = {"w": torch.tensor([1.0])}
         >>> optimizer = decoupled_sgdw(0.5, momentum=0.9, weight_decay=0.0625)
@@ -103,9 +100,7 @@ def decoupled_sgdw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    optimizer = SGD(lr, momentum, dampening, nesterov, weight_decay, "by schedule", groups)
-    warn_if_strong("decoupled_sgdw", "sgd", optimizer.weight_decay, optimizer.lr)
-    return optimizer
+    return SGD(lr, momentum, dampening, nesterov, weight_decay, "by schedule", groups)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

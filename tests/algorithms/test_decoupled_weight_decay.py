@@ -169,7 +169,6 @@ def test_a_pattern_that_matches_nothing_is_refused_at_init() -> None:
     [
         (optim.adamw(0.1), "also has a weight decay, and both are applied"),
         (optim.sgd(0.1, groups={"*.bias": {"weight_decay": 0.1}}), "also has a weight decay"),
-        (optim.sgd(0.001), "takes 1 % off every weight in every step"),
     ],
 )
 def test_likely_mistakes_are_warned_about(optimizer: Any, words: str) -> None:

@@ -16,7 +16,6 @@ from purecompose.losses.metrics import (
     Metric,
     accuracy,
     as_metric,
-    calibration_error,
     dice,
     from_function,
     iou,
@@ -91,9 +90,7 @@ def test_top_k_refuses_a_wrong_k_immediately(k):
         top_k(k)
 
 
-@pytest.mark.parametrize(
-    "metric", [accuracy, calibration_error(), dice(2), iou(2)], ids=["accuracy", "calibration_error", "dice", "iou"]
-)
+@pytest.mark.parametrize("metric", [accuracy, dice(2), iou(2)], ids=["accuracy", "dice", "iou"])
 @pytest.mark.parametrize("shape", [(4, 1), (4, 1, 5, 5), (4,)], ids=str)
 def test_metrics_of_classes_refuse_one_logit_per_position(metric, shape):
     """As classes they would be perfect, whatever they are."""
@@ -105,31 +102,6 @@ def test_metrics_of_classes_refuse_one_logit_per_position(metric, shape):
 def test_top_k_refuses_too_few_classes():
     with pytest.raises(ValueError, match="at least 5 classes"):
         top_k(5).update(top_k(5).init(), torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
-
-
-@given(problems(), st.integers(1, 20))
-def test_calibration_error_is_the_mean_gap_between_confidence_and_accuracy_in_bins(problem, num_bins):
-    outputs, indices, cut = problem
-    rows, gaps = counted_rows(outputs, indices), dict.fromkeys(range(num_bins), 0.0)
-    for row, label in rows:
-        weights = [math.exp(output) for output in row]
-        confidence = max(weights) / sum(weights)
-        number = next(b for b in range(num_bins) if confidence <= (b + 1) / num_bins)
-        gaps[number] += confidence - (weights[label] == max(weights))
-    value = run(calibration_error(num_bins), outputs, indices, cut)
-    assert value == pytest.approx(sum(map(abs, gaps.values())) / len(rows)) if rows else math.isnan(value)
-
-
-def test_calibration_error_shows_nan():
-    """A diverged network must not seem calibrated."""
-    outputs = torch.tensor([[math.nan, 0.0], [1.0, 0.0]])
-    assert math.isnan(run(calibration_error(), outputs, torch.tensor([0, 0]), 2))
-
-
-@pytest.mark.parametrize("num_bins", [0, 1.5])
-def test_calibration_error_refuses_a_wrong_number_of_bins_immediately(num_bins):
-    with pytest.raises((TypeError, ValueError), match="calibration_error: num_bins"):
-        calibration_error(num_bins)
 
 
 @given(problems())
@@ -231,7 +203,7 @@ def test_a_value_that_the_order_of_a_batch_happens_not_to_change_is_not_refused(
     metric.update(metric.init(), scale * torch.tensor([[1.0], [-1.0], [2.0], [-3.0]]), torch.tensor(labels))
 
 
-@pytest.mark.parametrize("metric", [accuracy, top_k(2), dice(3), iou(3), calibration_error()])
+@pytest.mark.parametrize("metric", [accuracy, top_k(2), dice(3), iou(3)])
 def test_several_labels_at_a_position_are_refused(metric):
     outputs, labels = torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     with pytest.raises(ValueError, match=r"expected one class for each position, .*\(outputs > 0\) == targets"):
@@ -265,13 +237,7 @@ def test_metrics_keep_no_graph_and_do_not_change_their_accumulator():
 def test_metrics_map_over_members():
     """No value is read, since vmap would raise."""
     outputs, targets = torch.randn(3, 5, 4), torch.tensor([0, 1, 2, 3, -100])
-    for metric in (
-        accuracy,
-        top_k(2),
-        calibration_error(),
-        mean_loss(cross_entropy),
-        from_function(lambda o, t: o.sum(1)),
-    ):
+    for metric in (accuracy, top_k(2), mean_loss(cross_entropy), from_function(lambda o, t: o.sum(1))):
 
         def value(outputs: Tensor, metric: Metric = metric) -> Tensor:
             return metric.compute(metric.update(metric.init(), outputs, targets))
@@ -282,7 +248,7 @@ def test_metrics_map_over_members():
 
 
 def test_init_places_the_accumulator():
-    for metric in (accuracy, mean_loss(mse), calibration_error()):
+    for metric in (accuracy, mean_loss(mse)):
         assert {leaf.device.type for leaf in metric.init("meta")} == {"meta"}
 
 
@@ -363,7 +329,6 @@ def test_other_names_say_nothing(name):
         (top_k(5), False),
         (dice(2), False),
         (iou(2), False),
-        (calibration_error(), True),
         (mean_loss(), True),
         (mean_loss(F.mse_loss), True),
         (perplexity(), True),

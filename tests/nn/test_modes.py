@@ -1,7 +1,6 @@
 """Parts of a network that train in evaluation mode."""
 
 import pathlib
-import re
 from typing import Any
 
 import pytest
@@ -27,14 +26,6 @@ class Tuned(nn.Module):
         return self.head(self.backbone(inputs))
 
 
-class RandomPath(nn.Module):
-    """A drop path with its rate as an attribute, as in timm."""
-
-    def __init__(self, drop_prob: float) -> None:
-        super().__init__()
-        self.drop_prob = drop_prob
-
-
 def flags(net: nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in net.named_modules()}
 
@@ -54,47 +45,6 @@ def test_a_backbone_trains_in_the_mode_that_is_chosen(mode: str) -> None:
         optimizer.step()
     assert_close({**end.params, **end.buffers}, dict([*net.named_parameters(), *net.named_buffers()]), atol=1e-12)
     assert flags(pc.to_module(end)) == flags(net)
-
-
-def test_the_outermost_undecided_parts_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"except for backbone: .*train_mode=\['backbone'\].*eval_mode=\['backbone'\]"):
-        make_state(Tuned())
-    inner = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1).eval()) for _ in range(5)])
-    with pytest.warns(UserWarning, match=re.escape("except for 0.1, 1.1, 2.1 and 2 more: ")):
-        make_state(inner)
-    make_state(inner, eval_mode=["?.1"])
-    headed = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
-    headed[1].train()
-    with pytest.warns(UserWarning, match="except for the network: "):
-        make_state(headed)
-    make_state(headed, train_mode=[""])
-
-
-@pytest.mark.parametrize(
-    ("part", "matters"),
-    [
-        (nn.Dropout(0.1), True),
-        (nn.Dropout(0.0), False),
-        (nn.BatchNorm1d(4), True),
-        (nn.InstanceNorm1d(4), False),
-        (nn.LayerNorm(4), False),
-        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
-        (nn.MultiheadAttention(4, 2), False),
-        (nn.LSTM(4, 4, 2, dropout=0.1), True),
-        (nn.LSTM(4, 4), False),
-        (RandomPath(0.1), True),
-        (RandomPath(0.0), False),
-    ],
-)
-def test_only_parts_with_dropout_or_statistics_are_named(
-    part: nn.Module, matters: bool, recwarn: pytest.WarningsRecorder
-) -> None:
-    net = nn.ModuleDict({"first": nn.Linear(4, 4), "part": part.eval()})
-    make_state(net)
-    assert [str(one.message)[:41] for one in recwarn] == ["the network is in training mode except fo"] * matters
-    recwarn.clear()
-    make_state(net.eval())  # trains as a whole
-    assert not recwarn
 
 
 def test_the_pattern_of_the_inner_module_decides() -> None:

@@ -255,19 +255,6 @@ def test_in_a_run_an_hparam_scales_the_learning_rate_and_not_the_decay(name: str
 
 
 @both
-def test_a_decay_meant_for_the_other_kind_is_warned_about(name: str):
-    make = getattr(optim, name)
-    with pytest.warns(
-        UserWarning, match=r"takes 1 % off every weight in every step, as .*\(lr=0.001, weight_decay=10\)"
-    ):
-        make(1e-3 * cosine(), weight_decay=0.01)
-    with pytest.warns(UserWarning, match=r"set weight_decay=1e-05"):
-        make(hparam("lr", 1e-3), weight_decay=hparam("wd", 0.01))
-    for lr, decay in ((1e-3, 1e-3), (2.0, 1e-2), (0.0, 0.1)):
-        make(lr, weight_decay=decay)  # without a warning, which would be an error here
-
-
-@both
 def test_errors_name_the_optimizer(name: str):
     make = getattr(optim, name)
     with pytest.raises(ValueError, match=f"{name}: weight_decay: expected a finite number >= 0"):

@@ -163,24 +163,24 @@ def test_numbers_that_a_class_remembers_are_kept_as_tensors(tensors):
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("group", r"it keeps memory in param_groups\[0\]\['steps'\]; only what is in state\[param\]"),
-        ("attribute", "it keeps memory in steps; only"),
-        ("global", "it keeps memory in `state` outside of"),
-        ("list", r"it keeps history=\[1.0\] \(list\) of a parameter; a slot holds a tensor, a number or a bool"),
+        ("group", r"it keeps memory in its groups or attributes.*only what is in state\[param\]"),
+        ("attribute", "it keeps memory in its groups or attributes"),
+        ("global", "or in `state` outside of"),
+        ("list", r"it keeps \[1.0\] \(list\) of a parameter; a slot holds a tensor, a number or a bool"),
         ("started", "its memory uses the name 'started'"),
     ],
 )
-def test_state_that_no_slot_can_store_is_an_error_when_it_is_built(mode: str, message: str):
-    with pytest.raises(TypeError, match=rf"from_torch\(.*Counting\): {message}"):
-        optim.from_torch(Counting, mode=mode)
+def test_state_that_no_slot_can_store_is_an_error_in_init(mode: str, message: str):
+    with pytest.raises(ValueError, match=rf"from_torch\(.*Counting\): .*{message}"):
+        optim.from_torch(Counting, mode=mode).init({"w": torch.zeros(2)})
 
 
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("late", "it remembers count, scale, flag, more now, but count, scale, flag after its first step"),
-        ("growing", r"its memory 'buffer' is .* shape \(2,\) now, but was a Tensor of torch.float32 and shape \(1,\)"),
-        ("late group", r"it keeps memory in param_groups\[0\]\['steps'\]"),
+        ("late", r"flag \(\) torch.bool, more \(\) torch.float32 now, but .*flag \(\) torch.bool after its first step"),
+        ("growing", r"buffer \(2,\) torch.float32 now, but .*buffer \(1,\) torch.float32 after its first step"),
+        ("late group", "it keeps memory in its groups"),
     ],
 )
 def test_state_that_changes_its_shape_is_an_error_in_the_update(mode: str, message: str):
@@ -198,21 +198,8 @@ def test_state_that_changes_its_shape_is_an_error_in_the_update(mode: str, messa
         (torch.optim.Adam, {"rate": 0.1}, TypeError, r"from_torch\(torch.optim.Adam\): .*unexpected keyword .*'rate'"),
         (torch.optim.Adam, {"lr": -1.0}, ValueError, r"from_torch\(torch.optim.Adam\): Invalid learning rate: -1.0"),
         (torch.optim.Adam, {"lr": torch.tensor(0.1)}, TypeError, r"lr: expected a number, .*use hparam"),
-        (torch.optim.Adam, {"betas": {0.9: 1}}, TypeError, "betas: expected a hashable setting"),
         (torch.optim.Adam, {"groups": {"*": {"rate": 1}}}, TypeError, r"groups\['\*'\]: no option 'rate'; the options"),
         (torch.optim.Adam, {"groups": {"*": {"lr": -1.0}}}, ValueError, r"groups\['\*'\]: .*Invalid learning rate"),
-        (
-            torch.optim.Adam,
-            {"differentiable": True},
-            ValueError,
-            r"Adam\): differentiable=True is not supported: the update",
-        ),
-        (
-            torch.optim.Adam,
-            {"groups": {"*.bias": {"differentiable": True}}},
-            ValueError,
-            r"groups\['\*.bias'\]: .*differentiable=True",
-        ),
         (torch.optim.Adam, {"fused": True, "foreach": True}, RuntimeError, r"from_torch\(torch.optim.Adam\): .*fused"),
         (torch.optim.Optimizer, {}, TypeError, r"from_torch\(torch.optim.Optimizer\)"),
         (torch.nn.Linear, {}, TypeError, "from_torch: expected a class of torch's optimizers"),
@@ -227,17 +214,11 @@ def test_classes_that_cannot_be_wrapped_are_refused_with_a_reason(
         optim.from_torch(optimizer, **settings)
 
 
-def test_parameters_that_the_class_refuses_are_named_at_init(tensors):
-    with pytest.raises(ValueError, match=r"cannot move the parameter 'body.bias' of shape \(3,\) .*2D"):
+def test_parameters_that_the_class_refuses_are_refused_by_init(tensors):
+    with pytest.raises(ValueError, match=r"cannot move a parameter of shape \(3,\) .*2D"):
         optim.from_torch(torch.optim.Muon).init(tensors())
     with pytest.raises(ValueError, match=r"groups\['bias'\] matches no parameter"):
         optim.from_torch(torch.optim.Adam, groups={"bias": {"lr": 0.1}}).init(tensors())
-
-
-def test_counters_on_a_gpu_are_refused_where_there_is_none(tensors):
-    optimizer = optim.from_torch(torch.optim.NAdam, groups={"*.bias": {"capturable": True}})
-    with pytest.raises(ValueError, match=r"NAdam\): capturable=True keeps .* the parameter 'body.bias' is on the CPU"):
-        optimizer.init(tensors())
 
 
 def test_parameters_that_never_train_have_no_memory():

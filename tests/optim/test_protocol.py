@@ -74,10 +74,6 @@ def test_a_plain_class_works_if_its_settings_are_numbers():
     assert_close(end.params, step(make_state(optimizer=optim.sgd(0.1)), batch).params)
 
 
-def without_value(self: Any, grads: Any, opt_state: Any, params: Any) -> Any:
-    return params, opt_state
-
-
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
@@ -85,15 +81,6 @@ def without_value(self: Any, grads: Any, opt_state: Any, params: Any) -> Any:
         (torch.optim.NAdam([torch.zeros(1)]), r"got NAdam \( Parameter Group 0 .*from_torch"),
         (torch.optim.NAdam, r"write from_torch\(torch.optim.NAdam, \.\.\.\)"),
         (Thawed(), r"Thawed\(lr=0.1\): expected a hashable one, .*frozen dataclass"),
-        (
-            type("Short", (Plain,), {"update": without_value, "__repr__": lambda _: "short"})(),
-            r"short.update: expected a function of \(grads, opt_state, params, value\), .* got one of "
-            r"\(grads: Any, opt_state: Any, params: Any\).*; value\(setting\) reads",
-        ),
-        (
-            type("Eager", (Plain,), {"init": lambda self: {}, "__repr__": lambda _: "eager"})(),
-            r"eager.init: expected a function of \(params\), .* got one of \(\)",
-        ),
         (
             type("Counting", (Plain,), {"init": lambda self, params: {"n": 0}, "__repr__": lambda _: "counting"})(),
             r"counting.init gave opt_state\['n'\] = 0 \(int\): expected a pytree of tensors; write torch.zeros",

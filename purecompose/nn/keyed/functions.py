@@ -5,7 +5,7 @@ parameters (`low` and `high` replace `from` and `to`, since `from` is a keyword 
 can fill, including integers and complex numbers.
 
 A handler takes the scope, torch's function and the call's own arguments (without `generator=`), and returns the result
-in its place. Functions without a keyed form are in the table as well, with a handler that raises an error.
+in its place. Functions without a keyed form are not in the table: `detect` raises an error where they draw.
 """
 
 from __future__ import annotations
@@ -311,42 +311,6 @@ def _init(distribution: Fill) -> Handler:
     return handler
 
 
-def _refuse(advice: str, *, draws: Callable[..., bool] = lambda *args, **kwargs: True) -> Handler:
-    """Return the handler of a function without a keyed form; where a call draws nothing, torch's function runs."""
-
-    def handler(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if not draws(*args, **kwargs):
-            return func(*args, **kwargs)
-        raise unkeyed(func, "has no keyed form and would draw from the global generator", advice)
-
-    return handler
-
-
-def _drops(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, **kernel: bool) -> bool:
-    """Return whether an alpha dropout draws; torch's kernels call the mode `train`."""
-    return p > 0 and kernel.get("train", training)
-
-
-def _slopes(input: Tensor, lower: float = 0.0, upper: float = 0.0, training: bool = False, inplace: Any = None) -> bool:
-    """Return whether a randomized ReLU draws."""
-    return training
-
-
-def _samples(*args: Any, _random_samples: Tensor | None = None, **kwargs: Any) -> bool:
-    """Return whether fractional pooling draws; it may be given its samples."""
-    return _random_samples is None and (len(args) < 6 or args[5] is None)
-
-
-_OWN_DRAW = "Compute it from torch.rand or torch.randn, which are keyed here, or draw outside of the model."
-_GAMMA = (
-    "Draw it in an algorithm, by purecompose.random.gamma(state.example_rng(name), concentration) or beta, and hand it "
-    "to the network with the batch; no gradient flows to the concentration."
-)
-_ALPHA_DROPOUT = "Use nn.Dropout, or compute it from a mask, torch.rand_like(x) < p."
-_RRELU = "Use nn.LeakyReLU, or torch.where(x > 0, x, x * torch.empty_like(x).uniform_(1 / 8, 1 / 3))."
-_POOLING = "Give it samples of (N, C, 2 or 3), _random_samples=torch.rand(...), or use nn.AdaptiveMaxPool2d."
-_BUILD_FIRST = "Build layers in __init__, not in forward."
-
 FUNCTIONS: dict[Any, Handler] = {
     torch.empty: _empty,
     Tensor.new: _new,
@@ -371,22 +335,4 @@ FUNCTIONS: dict[Any, Handler] = {
     Tensor.uniform_: _fill(fill_uniform),
     init.uniform_: _init(fill_uniform),
     init.normal_: _init(fill_normal),
-    init.kaiming_uniform_: _refuse(_BUILD_FIRST),
-    Tensor.cauchy_: _refuse("Compute it from torch.tan(math.pi * (torch.rand(shape) - 0.5))."),
-    Tensor.geometric_: _refuse("Compute it from (torch.rand(shape).log() / math.log(1 - p)).ceil()."),
-    **dict.fromkeys(
-        (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_)
-        + (torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
-        _refuse(_ALPHA_DROPOUT, draws=_drops),
-    ),
-    **dict.fromkeys((F.rrelu, torch.rrelu, torch.rrelu_), _refuse(_RRELU, draws=_slopes)),
-    **dict.fromkeys(
-        (F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices)
-        + (F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
-        _refuse(_POOLING, draws=_samples),
-    ),
-    torch.poisson: _refuse(_OWN_DRAW),
-    torch.binomial: _refuse(_OWN_DRAW),
-    # Under torch.distributions: Gamma, Chi2, StudentT; Beta, Dirichlet.
-    **{getattr(torch, name): _refuse(_GAMMA) for name in ("_standard_gamma", "_sample_dirichlet")},
 }

@@ -2,9 +2,8 @@
 
 Inside `with keyed(rng):` dropout in all its forms, attention with dropout, the `torch.rand` family, the
 in-place fills and the samplers draw from the run's key: call number i of the scope from `rng.named(i)`. The
-global generators are neither read nor advanced. A random function without a keyed form raises an
-`UnkeyedRandomError` with its name; `detect` does so for calls that bypass the scope (C++ extensions, scripted code,
-`torch.ops`).
+global generators are neither read nor advanced. `detect` raises an `UnkeyedRandomError` with the name of a random
+function that has no keyed form, or bypasses the scope (C++ extensions, scripted code, `torch.ops`).
 
 **Examples.** With `num_examples=n`, a tensor whose leading dimension is n * m is taken to contain m rows of each
 example, in order, and is drawn per example: a microbatch draws the rows that the whole batch would have drawn. This
@@ -27,7 +26,6 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from purecompose._support.checks import shown
 from purecompose._support.dynamo import DispatchMode
 from purecompose._support.functorch import is_transforming
 from purecompose.errors import UnkeyedRandomError as UnkeyedRandomError
@@ -71,10 +69,8 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
         handled.
 
     Raises:
-        TypeError: `rng` is not an `Rng`, or an index is not an integer.
-        ValueError: `num_examples` is negative.
-        UnkeyedRandomError: Inside the scope: a function has no keyed form, or was given a `generator`, or
-            runs in a region that `torch.utils.checkpoint` will compute again (see `checkpoint`).
+        UnkeyedRandomError: Inside the scope: a function was given a `generator`, or runs in a region that
+            `torch.utils.checkpoint` will compute again (see `checkpoint`).
 
     Example:
         >>> from purecompose.random import key
@@ -88,24 +84,14 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
         >>> torch.equal(half, whole[2:])
         True
     """
-    if not isinstance(rng, Rng):
-        raise TypeError(f"keyed expects an Rng, got {shown(rng)}. Make one from a key: Rng(key).")
-    if num_examples is not None:
-        if isinstance(num_examples, bool) or not isinstance(num_examples, (int, torch.SymInt)):
-            raise TypeError(f"keyed expects num_examples as an int or None, got {shown(num_examples)}.")
-        if num_examples < 0:
-            raise ValueError(f"keyed expects num_examples >= 0, got {num_examples}.")
-    is_index = isinstance(first_example, Tensor) and first_example.dtype == torch.int64 and first_example.dim() == 0
-    if not is_index and (isinstance(first_example, bool) or not isinstance(first_example, (int, torch.SymInt))):
-        raise TypeError(f"keyed expects first_example as an int or int64 of shape (), got {shown(first_example)}.")
     return Keyed(rng, num_examples, first_example)
 
 
 BY_KEY = (
     "In a stage or an algorithm draw from the state: purecompose.random.uniform(state.example_rng(name), shape), or "
-    "normal, bernoulli, ..., and for the batch as a whole from state.rng(name). In a network use functions of torch or "
-    "torch.nn.functional, called from Python. A loss has no key: draw in the network, and return the numbers with its "
-    "outputs"
+    "normal, bernoulli, gamma, ..., and for the batch as a whole from state.rng(name). In a network use functions with "
+    "a keyed form, such as torch.rand, torch.randn and dropout, called from Python. A loss has no key: draw in the "
+    "network, and return the numbers with its outputs"
 )
 
 

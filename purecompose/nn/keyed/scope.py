@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from types import CodeType, FrameType, MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -214,31 +214,12 @@ def _is_on_stack(code: CodeType) -> bool:
     return False
 
 
-class Run(Protocol):
-    """What forward passes need to know about the run of a step; see `purecompose.core.operation.Purpose`."""
-
-    @property
-    def is_first(self) -> bool:
-        """True in the first run of a schedule, in which passes are watched."""
-        ...
-
-    @property
-    def shared_batch(self) -> Any:
-        """The `SharedBatch` whose statistics batch normalisation uses; `None` for those of what it is given."""
-        ...
-
-    @property
-    def passes(self) -> Any:
-        """Recorder that runs the passes in a check of gradients, or `None`."""
-        ...
-
-
 class Part:
     """A part that begins to run; the forward passes in it are counted while `CURRENT` holds it.
 
     Attributes:
         name: Name of the draws of its first pass.
-        run: The run that it belongs to; `None` outside of steps.
+        run: The run of a step that it belongs to (`core.operation.Purpose`); `None` outside of steps.
         num_passes: Number of passes so far.
         turn: Number of earlier stages of the same name in the program.
         passes: Recorder that runs the passes in a check of gradients, or `None`.
@@ -248,14 +229,14 @@ class Part:
 
     __slots__ = ("_hooks", "is_apart", "is_compared", "name", "num_passes", "passes", "run", "turn")
 
-    def __init__(self, name: str, run: Run | None = None, turn: int = 0, num_passes: int = 0) -> None:
+    def __init__(self, name: str, run: Any = None, turn: int = 0, num_passes: int = 0) -> None:
         self.name, self.run, self.turn, self.num_passes = name, run, turn, num_passes
         self.passes: Any = None if run is None else run.passes
         self.is_compared: bool = self.passes is not None
         self.is_apart = False
         self._hooks = saved_tensors_hooks()
 
-    def region(self, num_passes: int, run: Run | None = None) -> Part:
+    def region(self, num_passes: int, run: Any = None) -> Part:
         """Return a part of this one whose passes are counted separately, from a number on, and not recorded."""
         part = Part(self.name, run or self.run, self.turn, num_passes)
         part.passes, part.is_compared, part.is_apart = None, self.is_compared, self.is_apart
