@@ -188,8 +188,6 @@ LOSSES: Mapping[str, Callable[[], Task]] = {
     "binary_cross_entropy": lambda: _with_loss("vectors", losses.binary_cross_entropy),
     "BinaryCrossEntropy examples": lambda: _with_loss("soft", losses.BinaryCrossEntropy(mean_over="examples")),
     "mse": lambda: Task("numbers", TASKS["vectors"].net, _numbers, losses.mse),
-    "dice": lambda: _with_loss("tokens", losses.dice),
-    "Dice smooth": lambda: _with_loss("tokens", losses.Dice(smooth=0.5)),
     "ctc": lambda: Task("series", lambda seed: nn.Linear(4, 5), _series, losses.ctc),
     "model_loss": lambda: Task("own loss", lambda seed: _WithLoss(), TASKS["vectors"].batch, losses.model_loss),
     "over_batch": lambda: _with_loss("vectors", losses.over_batch(_pairs)),

@@ -4,7 +4,6 @@ Everything here is private in torch. Without it the queries would answer as outs
 eagerly, and `vmap`, `grad` and tracing of steps would have to be refused.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -53,17 +52,6 @@ _LETTERS = {TransformType.Vmap: "v", TransformType.Grad: "g", TransformType.Jvp:
 def only_maps() -> bool:
     """Return whether no transform other than `vmap` is active around the caller."""
     return set(levels()) <= {"v"}
-
-
-def is_mapped_gradient() -> bool:
-    """Return whether `vmap` is the outermost transform around the caller, and at most one gradient is taken in it."""
-    return re.fullmatch("v+g?v*", levels()) is not None
-
-
-# torch.compile evaluates them while tracing, under the active transforms, and keeps the result as a constant. The
-# public decorator for this imports the compiler.
-only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-is_mapped_gradient._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def is_watched() -> bool:

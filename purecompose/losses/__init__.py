@@ -27,12 +27,10 @@ from purecompose.losses.functions import (
     CTC as CTC,
     BinaryCrossEntropy as BinaryCrossEntropy,
     CrossEntropy as CrossEntropy,
-    Dice as Dice,
     MeanSquaredError as MeanSquaredError,
     binary_cross_entropy as binary_cross_entropy,
     cross_entropy as cross_entropy,
     ctc as ctc,
-    dice as dice,
     mse as mse,
 )
 from purecompose.losses.targets import (

@@ -195,57 +195,12 @@ class BinaryCrossEntropy:
         return reduced(losses.reshape(len(losses), -1).sum(1), reduction)
 
 
-@dataclass(frozen=True)
-class Dice:
-    """1 minus the Dice coefficient of softmax probabilities p and targets t, for segmentation; a mean over examples.
-
-        1 - mean_c (2 sum p_c t_c + smooth) / (sum p_c + sum t_c + smooth)
-
-    The sums are over the positions of one example, so the loss of a batch is the mean of its examples' losses and does
-    not depend on how they are cut into batches. Outputs are logits (N, C, ...) with classes in dim 1; targets are
-    indices (N, ...) or dense (N, C, ...). Positions with index `ignore_index`, or with a dense row of zeros, are left
-    out.
-
-    Args:
-        smooth: Number added to both parts of the fraction, above 0; a class absent from both p and t has coefficient 1.
-        ignore_index: The target index to ignore.
-
-    Raises:
-        TypeError, ValueError: As for `has_index_targets` and `one_hot`; fewer than 2 classes; a `smooth` that is not
-            above 0.
-
-    Example:
-        >>> round(dice(torch.zeros(1, 2, 4), torch.tensor([[0, 0, 1, 1]])).item(), 4)
-        0.4
-
-    References:
-        Fausto Milletari, Nassir Navab, Seyed-Ahmad Ahmadi: V-Net. 3DV 2016. https://arxiv.org/abs/1606.04797
-    """
-
-    smooth: float = 1.0
-    ignore_index: int = -100
-
-    def __post_init__(self) -> None:
-        check_number(self.smooth, "losses.Dice: smooth", 0, above=True)
-
-    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        check_classes(outputs, "losses.Dice")
-        if has_index_targets(outputs, targets):
-            targets = one_hot(targets.where(targets != self.ignore_index, -1), outputs)
-        probabilities = outputs.to(wide_dtype(outputs)).softmax(1) * targets.any(dim=1, keepdim=True)
-        products, sums = (found.flatten(2).sum(2) for found in (probabilities * targets, probabilities + targets))
-        coefficients = (2 * products + self.smooth) / (sums + self.smooth)
-        return reduced(1 - coefficients.mean(1), reduction)
-
-
 cross_entropy: CrossEntropy = CrossEntropy()
 """`CrossEntropy` with its defaults."""
 mse: MeanSquaredError = MeanSquaredError()
 """`MeanSquaredError` with its defaults."""
 binary_cross_entropy: BinaryCrossEntropy = BinaryCrossEntropy()
 """`BinaryCrossEntropy` with its defaults."""
-dice: Dice = Dice()
-"""`Dice` with its defaults."""
 
 
 _LOG_OF_0 = -1e30

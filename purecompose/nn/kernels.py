@@ -22,7 +22,7 @@ from purecompose._support.device import without_onednn
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.shards import local
-from purecompose.nn.attention import fused_attention, short_attention
+from purecompose.nn.attention import short_attention
 from purecompose.nn.differentiable import normalize, plain_operations, replaces_functions, wants_plain
 from purecompose.nn.keyed.layers import past_dispatch
 from purecompose.nn.keyed.scope import shared_batch
@@ -68,9 +68,6 @@ softmax are slower too, but by tens of microseconds. `short_attention` is faster
 class _Transformed(TorchFunctionMode):
     """Mode that replaces kernels which transforms do not support.
 
-    Attention of the members of a population is computed by `fused_attention` where it can be, otherwise with the
-    weights, (N, H, L, S), in memory: torch's own has no second derivative, and on the CPU `vmap` runs it in a loop.
-
     Normalisation into `out=`, as in spectral norm's power iteration, has no batching rule. Recurrent layers need an
     initial state for each mapped input. Norms do not support half-precision inputs with float32 statistics.
     """
@@ -85,12 +82,6 @@ class _Transformed(TorchFunctionMode):
             return normalize(*args, **kwargs)
         if func is Tensor.__bool__ and _asks_if_a_mask_is_needed():
             return False
-        if func is torch.nn.functional.multi_head_attention_forward:
-            with self:  # a mode is off inside its own handler
-                return past_dispatch(func)(*args, **kwargs)
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            result = fused_attention(*args, **kwargs)
-            return func(*args, **kwargs) if result is None else result
         if func in _RECURRENT:
             return func(*_with_own_state(*args), **kwargs)
         if func in _NORMS and self._narrow is not None:

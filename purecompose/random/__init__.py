@@ -1,11 +1,6 @@
 """Random numbers as pure functions of keys; no global generator."""
 
-from purecompose.random.distributions import (
-    beta as beta,
-    exponential as exponential,
-    gamma as gamma,
-    truncated_normal as truncated_normal,
-)
+from purecompose.random.distributions import beta as beta, exponential as exponential, gamma as gamma
 from purecompose.random.draws import (
     bernoulli as bernoulli,
     bits as bits,
@@ -16,4 +11,3 @@ from purecompose.random.draws import (
     uniform as uniform,
 )
 from purecompose.random.keys import Rng as Rng, fold_in as fold_in, key as key, salt as salt, split as split
-from purecompose.random.philox import philox4x32 as philox4x32

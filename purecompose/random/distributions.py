@@ -1,4 +1,4 @@
-"""Draws from further distributions: exponential, truncated normal, gamma and beta.
+"""Draws from further distributions: exponential, gamma and beta.
 
 All are computed in float64 and rounded at the end. The rejection in the gamma draws is a discrete choice: in
 float64, rounding differences between devices practically never change it. No gradient flows to the parameters of
@@ -53,57 +53,6 @@ def exponential(
     if not isinstance(rate, Tensor):
         check_number(rate, "exponential: rate", 0, above=True)
     return (-torch.log(open_unit(key, shape, dtype, "exponential", wide=torch.float64)) / rate).to(dtype)
-
-
-def truncated_normal(
-    key: Tensor | Rng,
-    shape: Shape,
-    *,
-    low: float = -2.0,
-    high: float = 2.0,
-    mean: float = 0.0,
-    std: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Draw normal numbers conditioned on [low, high], by the inverse of the distribution function.
-
-    The bounds are values, as in `torch.nn.init.trunc_normal_`, not multiples of `std`; they are rounded to
-    `dtype`.
-
-    Args:
-        key: A key or an `Rng`.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
-        low: Least value, a host number; may be -inf.
-        high: Greatest value, a host number; may be inf.
-        mean: Mean of the normal distribution before truncation, a host number.
-        std: Standard deviation before truncation, a positive host number.
-        dtype: float16, bfloat16, float32 or float64.
-
-    Raises:
-        TypeError: As for `uniform`.
-        ValueError: As for `bits`; low >= high; `std` is not positive; or the mass between the bounds is 0 in float64,
-            which happens about 38 standard deviations away from the mean.
-
-    Example:
-        >>> from purecompose.random import key
-        >>> draw = truncated_normal(key(0), 1000, low=0.0, high=0.5)
-        >>> bool(((draw >= 0) & (draw <= 0.5)).all())
-        True
-    """
-    check_float(dtype, "truncated_normal")
-    check_number(std, "truncated_normal: std", 0, above=True)
-    if not low < high:
-        raise ValueError(f"truncated_normal: expected low < high, got low={low}, high={high}")
-    lower, upper, sign = (low - mean) / std, (high - mean) / std, 1.0
-    if lower > 0:
-        # Far above the mean the distribution function rounds to 1, so the mirror image below the mean is used.
-        lower, upper, sign = -upper, -lower, -1.0
-    start, end = _normal_cdf(lower), _normal_cdf(upper)
-    if not start < end:
-        raise ValueError(f"truncated_normal: no mass in [{low}, {high}] for mean={mean}, std={std}; move the bounds")
-    unit = open_unit(key, shape, dtype, "truncated_normal", wide=torch.float64)
-    standard = torch.special.ndtri(start + (end - start) * unit)
-    return (mean + sign * std * standard).clamp(low, high).to(dtype)
 
 
 def gamma(
@@ -277,7 +226,3 @@ def _sizes(value: float | Tensor) -> torch.Size:
 def _on(bits: Tensor, value: float | Tensor) -> Tensor:
     """Return a parameter as a tensor, a number on the device of the bits."""
     return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=bits.device)
-
-
-def _normal_cdf(x: float) -> float:
-    return 0.5 * math.erfc(-x / math.sqrt(2))

@@ -51,38 +51,10 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 Lanes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox4x32(counter: Tensor | Sequence[Tensor | int], key: Tensor) -> Tensor:
-    """Return the four random words of each counter under a key.
-
-    Args:
-        counter: int64 words of shape (..., 4), or the four lanes as tensors or ints that broadcast.
-            Bits above the 32nd are dropped.
-        key: int64 words of shape (..., 2); the leading dimensions broadcast with those of the counter.
-
-    Returns:
-        int64 words of shape (..., 4), each in [0, 2**32).
-
-    Raises:
-        ValueError: The counter does not have four lanes, or the key not two.
-
-    Example:
-        >>> zeros = torch.zeros(4, dtype=torch.int64)
-        >>> [f"{word:08x}" for word in philox4x32(zeros, zeros[:2]).tolist()]
-        ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    """
-    lanes = counter.unbind(-1) if isinstance(counter, Tensor) else tuple(counter)
-    if len(lanes) != 4:
-        raise ValueError(f"philox4x32: expected a counter of 4 words, got {len(lanes)}; pass (..., 4) or four tensors")
-    if key.shape[-1:] != (2,):
-        raise ValueError(f"philox4x32: expected a key of shape (..., 2), got {tuple(key.shape)}")
-    c0, c1, c2, c3 = (lane & WORD for lane in lanes)
-    return torch.stack(philox_lanes(c0, c1, c2, c3, *key.unbind(-1)), dim=-1)
-
-
 def philox_lanes(
     c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, k0: Tensor, k1: Tensor
 ) -> Lanes:
-    """Return the four lanes of `philox4x32` for lanes that are already words, without checks.
+    """Return the four random words of each counter under a key, as separate lanes.
 
     A lane that is an int costs no tensor operation in the first round, and lanes of different shapes
     broadcast as late as possible.

@@ -578,7 +578,6 @@ SEPARABLE: dict[str, Case] = {
     "closure weights": Case(Weighted(), batch=labels),
     "focal": Case(focal, batch=labels),
     "dice": Case(per_example_dice, batch=signs),
-    "library dice": Case(losses.dice, Tokens, lambda seed: (rand(seed, N, T, 4), ints(seed, C, N, T))),
     "tokens": Case(losses.cross_entropy, Tokens, padded),
     "tokens, torch": Case(nn.CrossEntropyLoss(), Tokens, padded),
     "tokens, counted": Case(Counted(), Tokens, padded),

@@ -354,3 +354,18 @@ def test_a_part_of_the_loss_that_some_batches_lack_keeps_its_mean():
         loss = lambda outputs, targets: (outputs.mean(), {"kl": outputs.max()} if len(outputs) == 2 else {})  # noqa: E731
         acc = metric.update(acc, torch.full((num,), float(num)), None, num_examples=num, loss_fn=loss)
     assert {name: value.item() for name, value in metric.compute(acc).items()} == {"": 2.6, "kl": 2.0}
+
+
+def test_dice_counts_sets_over_all_batches():
+    found, wanted = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+    scores, labels = torch.randn(6, 3, 4, 5, generator=found), torch.randint(0, 3, (6, 4, 5), generator=wanted)
+    metric, predicted = dice(4), scores.argmax(1)
+    outputs = torch.cat([scores, torch.full((6, 1, 4, 5), -9.0)], 1)  # the last class never occurs
+    acc = metric.init()
+    for part in (slice(0, 1), slice(1, 6)):
+        acc = metric.update(acc, outputs[part], labels[part])
+    sets = [(predicted == number, labels == number) for number in range(3)]
+    expected = [2 * (found & wanted).sum() / (found.sum() + wanted.sum()) for found, wanted in sets]
+    torch.testing.assert_close(metric.compute(acc), torch.stack(expected).mean())
+    with pytest.raises(ValueError, match="expected 4 classes"):
+        metric.update(acc, scores, labels)

@@ -122,8 +122,6 @@ def test_one_cnn_serves_several_image_sizes():
 
 
 def test_the_cnn_has_options():
-    assert not list(models.cnn(1, 3, batch_norm=False).buffers())
-    assert list(models.cnn(1, 3).buffers())
     (dropout,) = [m for m in models.cnn(1, 3, dropout=0.25).modules() if isinstance(m, nn.Dropout)]
     assert dropout.p == 0.25
     assert not [m for m in models.cnn(1, 3).modules() if isinstance(m, nn.Dropout)]
@@ -210,7 +208,6 @@ def test_a_description_contains_the_defaults():
         (lambda: models.mlp(3, (4, -1), 2), r"hidden\[1\]: .* got -1 \(int\)"),
         (lambda: models.mlp(3, 2.5, 2), r"mlp: hidden: expected an int or a sequence .* got 2.5 \(float\)"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(3, "x", 2), r"hidden\[0\]: expected an int >= 1, got 'x' \(str\)"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.cnn(1, 2, batch_norm=1), r"cnn: batch_norm: expected True or False, got 1 \(int\)"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(3, 4, 2, dropout=1.0), r"dropout: .* in \[0, 1\), got 1.0 \(float\)"),
         (lambda: models.cnn(1, True), r"num_classes: .* got True \(bool\)"),
         (lambda: models.cnn(1, 2, dropout=-0.1), r"dropout"),
@@ -246,7 +243,6 @@ def test_a_description_contains_the_defaults():
             lambda: models.vit((3, 8, 8), 4, pool="max"),
             r"vit: pool: expected one of 'token', 'mean', got 'max' \(str\)",
         ),
-        (lambda: models.vit((3, 8, 8), 4, has_positions=0), r"vit: has_positions: expected True or False"),  # pyright: ignore[reportArgumentType]
         (lambda: models.vit((3, 8, 8), 4, patch_size=0), r"vit: patch_size: expected an int >= 1"),
         (lambda: models.vit((3, 8, 8), 4)(torch.zeros(1, 3, 4, 4)), r"vit: expected images of 8x8, .* got 4x4; resize"),
     ],

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
@@ -51,16 +50,15 @@ def test_weights_of_a_gpt(vocabulary, length, form, is_tied):
     grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     form=sizes,
     pool=st.sampled_from(["token", "mean"]),
-    has_positions=st.booleans(),
 )
-def test_weights_of_a_vision_transformer(channels, patch, grid, form, pool, has_positions):
+def test_weights_of_a_vision_transformer(channels, patch, grid, form, pool):
     heads, size, depth = form
     width, shape = heads * size, (channels, grid[0] * patch, grid[1] * patch)
     options: dict[str, Any] = {"patch_size": patch, "width": width, "depth": depth + 1, "num_heads": heads}
-    net = models.vit(shape, 5, pool=pool, has_positions=has_positions, **options)
+    net = models.vit(shape, 5, pool=pool, **options)
     token = int(pool == "token")
     total = (channels * patch**2 + 1) * width + token * width + (depth + 1) * block_weights(width) + 2 * width
-    total += (math.prod(grid) + token) * width if has_positions else 0
+    total += (math.prod(grid) + token) * width
     assert num_weights(net) == total + 5 * (width + 1)
     assert net(images_of(0, 2, *shape)).shape == (2, 5)
 
@@ -99,25 +97,11 @@ def patches_in_order(images: Tensor, order: list[int], side: int) -> Tensor:
     return moved.permute(0, 1, 2, 4, 3, 5).reshape(images.shape)
 
 
-@given(order=st.permutations(range(4)), pool=st.sampled_from(["token", "mean"]), seed=st.integers(0, 99))
-def test_without_positions_the_order_of_patches_does_not_matter(order, pool, seed):
-    torch.manual_seed(seed)
-    net, images = models.vit(IMAGE, 5, pool=pool, has_positions=False, **SMALL), images_of(seed, 3, *IMAGE)
-    torch.testing.assert_close(net(patches_in_order(images, order, 4)), net(images), rtol=1e-4, atol=1e-6)
-
-
 @given(order=st.permutations(range(4)).filter(lambda order: order != [0, 1, 2, 3]), seed=st.integers(0, 99))
 def test_with_positions_the_order_of_patches_matters(order, seed):
     torch.manual_seed(seed)
     net, images = models.vit(IMAGE, 5, **SMALL), images_of(seed, 3, *IMAGE)
     assert (net(patches_in_order(images, order, 4)) - net(images)).abs().max() > 1e-6
-
-
-def test_without_positions_images_of_all_multiples_of_the_patch_size_work():
-    net = models.vit(IMAGE, 5, has_positions=False, **SMALL)
-    assert [tuple(net(images_of(0, 2, 3, *size)).shape) for size in ((4, 4), (8, 12), (16, 8))] == [(2, 5)] * 3
-    with pytest.raises(ValueError, match=r"vit: patches of 4x4 do not fit images of 8x10; resize them"):
-        net(images_of(0, 2, 3, 8, 10))
 
 
 def test_first_weights_of_a_gpt_have_gpt_2s_deviations():

@@ -9,18 +9,7 @@ from scipy import stats
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random import (
-    Rng,
-    beta,
-    distributions,
-    draws,
-    exponential,
-    fold_in,
-    gamma,
-    key,
-    split,
-    truncated_normal,
-)
+from purecompose.random import Rng, beta, distributions, draws, exponential, fold_in, gamma, key, split
 
 
 LEAST_P = 1e-3  # the seeds are fixed, so a statistic that passes once always passes
@@ -28,7 +17,6 @@ N = 5000
 
 DRAWS: dict[str, Callable[..., Tensor]] = {
     "exponential": exponential,
-    "truncated_normal": truncated_normal,
     "gamma": lambda k, s, **kw: gamma(k, 0.7, s, **kw),
     "beta": lambda k, s, **kw: beta(k, 0.2, 0.9, s, **kw),
 }
@@ -50,21 +38,6 @@ def test_exponential_lets_gradients_through_to_its_rate() -> None:
     draw = exponential(key(0), 100, rate=rate, dtype=torch.float64)
     (grad,) = torch.autograd.grad(draw.sum(), rate)
     torch.testing.assert_close(grad, -draw.sum().detach() / 2)
-
-
-@each_float
-@pytest.mark.parametrize(
-    ("low", "high", "mean", "std"),
-    [(-2, 2, 0, 1), (-0.04, 0.04, 0, 0.02), (0, math.inf, -1, 2), (4, 10, 0, 1), (-30, -12, 0, 1), (1, 3, 5, 2)],
-)
-def test_truncated_normal_distribution(low: float, high: float, mean: float, std: float, dtype: torch.dtype) -> None:
-    draw = truncated_normal(key(1), N, low=low, high=high, mean=mean, std=std, dtype=dtype)
-    assert draw.dtype == dtype
-    tolerance = 1e-6 * max(1.0, abs(low))  # the bounds are rounded to dtype
-    assert draw.min() >= low - tolerance
-    assert draw.max() <= high + tolerance
-    law = stats.truncnorm((low - mean) / std, (high - mean) / std, loc=mean, scale=std)
-    assert stats.kstest(draw.double().clamp(low, high).numpy(), law.cdf).pvalue > LEAST_P
 
 
 @each_float
@@ -220,17 +193,9 @@ def test_settings_are_checked(wrong: float) -> None:
         lambda: beta(key(0), wrong, 1.0, 2),
         lambda: beta(key(0), 1.0, wrong, 2),
         lambda: exponential(key(0), 2, rate=wrong),
-        lambda: truncated_normal(key(0), 2, std=wrong),
     ):
         with pytest.raises(ValueError, match=r"expected a finite number > 0, got .*float"):
             call()
-
-
-def test_bounds_need_mass() -> None:
-    with pytest.raises(ValueError, match="low < high"):
-        truncated_normal(key(0), 2, low=1.0, high=1.0)
-    with pytest.raises(ValueError, match="no mass"):
-        truncated_normal(key(0), 2, low=50.0, high=60.0)
 
 
 @each_draw

@@ -4,7 +4,6 @@ from purecompose.nn.keyed.modules import checkpoint as checkpoint
 from purecompose.nn.layers.convolutions import (
     BlurConv2d as BlurConv2d,
     BlurMaxPool2d as BlurMaxPool2d,
-    BlurPool2d as BlurPool2d,
     SqueezeExcite2d as SqueezeExcite2d,
     SqueezeExciteConv2d as SqueezeExciteConv2d,
     StandardizedConv1d as StandardizedConv1d,

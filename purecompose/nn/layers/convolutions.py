@@ -206,30 +206,6 @@ class BlurMaxPool2d(nn.Module):
         )
 
 
-class BlurPool2d(nn.Module):
-    """`blur_2d` as a layer.
-
-    Args:
-        stride: As for `blur_2d`.
-
-    Example:
-        >>> BlurPool2d(2)(torch.ones(1, 3, 8, 8)).shape
-        torch.Size([1, 3, 4, 4])
-    """
-
-    def __init__(self, stride: Pair = 2) -> None:
-        super().__init__()
-        self.stride = stride
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, C, ceil(H / stride), ceil(W / stride))."""
-        return blur_2d(input, stride=self.stride)
-
-    def extra_repr(self) -> str:
-        """Return the settings."""
-        return f"stride={self.stride}"
-
-
 def _pair(value: Pair) -> tuple[int, int]:
     down, right = (value, value) if isinstance(value, int) else value
     return down, right

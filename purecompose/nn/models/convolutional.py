@@ -5,18 +5,27 @@ References:
     https://arxiv.org/abs/1512.03385
 """
 
-import operator
 from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_flag, check_number, check_whole, shown
+from purecompose._support.checks import shown
+from purecompose.schedule.declared import Within, checked
 
 
-def check_sizes(where: str, **sizes: int) -> None:
-    """Raise if one of the sizes is not an int, or below 1."""
-    for name, size in sizes.items():
-        check_whole(size, f"{where}: {name}", 1)
+def _checked_widths(hidden: Any, where: str) -> tuple[int, ...]:
+    """Return one width or several as a tuple."""
+    if isinstance(hidden, Sequence):
+        return tuple(Within(1).whole(width, f"{where}[{i}]") for i, width in enumerate(hidden))
+    if not hasattr(hidden, "__index__"):
+        raise TypeError(f"{where}: expected an int or a sequence of ints, such as (256, 128), got {shown(hidden)}")
+    return (Within(1).whole(hidden, where),)
+
+
+Size: TypeAlias = Annotated[int, Within(1)]
+Dropout: TypeAlias = Annotated[float, Within(0, 1, below=True)]
+Widths: TypeAlias = Annotated[int | Sequence[int], _checked_widths]
 
 
 def dropout_layers(probability: float) -> list[nn.Module]:
@@ -31,7 +40,8 @@ def conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1)
     return layer
 
 
-def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, dropout: float = 0.0) -> nn.Sequential:
+@checked
+def mlp(in_features: Size, hidden: Widths, num_classes: Size, *, dropout: Dropout = 0.0) -> nn.Sequential:
     """Return a multi-layer perceptron: flatten, then linear layers with ReLU and dropout between them.
 
     Args:
@@ -49,10 +59,7 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
         >>> mlp(64, (128, 32), 10)(torch.zeros(5, 1, 8, 8)).shape
         torch.Size([5, 10])
     """
-    widths = _widths(hidden)
-    check_sizes("mlp", in_features=in_features, num_classes=num_classes)
-    check_sizes("mlp", **{f"hidden[{i}]": width for i, width in enumerate(widths)})
-    check_number(dropout, "mlp: dropout", 0, 1, below=True)
+    widths: Any = hidden  # a tuple after its check
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip((in_features, *widths), widths, strict=False):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU(), *dropout_layers(dropout)]
@@ -60,9 +67,8 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
     return nn.Sequential(*layers)
 
 
-def cnn(
-    in_channels: int, num_classes: int, *, width: int = 16, dropout: float = 0.0, batch_norm: bool = True
-) -> nn.Sequential:
+@checked
+def cnn(in_channels: Size, num_classes: Size, *, width: Size = 16, dropout: Dropout = 0.0) -> nn.Sequential:
     """Return a small convolutional network: four 3x3 convolutions, two max poolings, one linear layer.
 
     Designed for 28x28 digits on a CPU (99 % on MNIST in two epochs), and usable from 4x4 pixels up. A pooling
@@ -73,7 +79,6 @@ def cnn(
         num_classes: Length of the logits.
         width: Channels of the first convolution; the others have two, four and four times as many.
         dropout: Probability of dropping a feature before the classifier, [0, 1).
-        batch_norm: True to follow each convolution by BatchNorm. Without it the network has no buffers.
 
     Raises:
         ValueError: A size is below 1, or the dropout is outside [0, 1).
@@ -83,16 +88,11 @@ def cnn(
         >>> cnn(1, 10, width=8)(torch.zeros(5, 1, 28, 28)).shape
         torch.Size([5, 10])
     """
-    check_sizes("cnn", in_channels=in_channels, num_classes=num_classes, width=width)
-    check_number(dropout, "cnn: dropout", 0, 1, below=True)
-    check_flag(batch_norm, "cnn: batch_norm")
 
     def stage(channels_in: int, channels_out: int, *, stride: int = 1) -> list[nn.Module]:
-        norm = [nn.BatchNorm2d(channels_out)] if batch_norm else []
-        conv = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=not batch_norm)
-        # With torch's default initialization the signal fades from layer to layer if no norm restores it.
+        conv = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
         nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
-        return [conv, *norm, nn.ReLU()]
+        return [conv, nn.BatchNorm2d(channels_out), nn.ReLU()]
 
     return nn.Sequential(
         *stage(in_channels, width),
@@ -109,15 +109,18 @@ def cnn(
     )
 
 
-def _widths(hidden: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(hidden, Sequence):
-        return tuple(hidden)
-    if not hasattr(hidden, "__index__"):
-        raise TypeError(f"mlp: hidden: expected an int or a sequence of ints, such as (256, 128), got {shown(hidden)}")
-    return (operator.index(hidden),)
+class _Residual(nn.Module):
+    """A block with a branch and a shortcut."""
+
+    branch: nn.Sequential
+    shortcut: nn.Module
+    relu: nn.ReLU
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.relu(self.branch(inputs) + self.shortcut(inputs))
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(_Residual):
     """`relu(branch(x) + shortcut(x))`, where the branch is two 3x3 convolutions with BatchNorm.
 
     The shortcut is the identity, or a 1x1 convolution with BatchNorm if the shape changes.
@@ -135,21 +138,18 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
-        self.branch: nn.Sequential = nn.Sequential(
+        self.branch = nn.Sequential(
             conv(in_channels, out_channels, 3, stride),
             nn.BatchNorm2d(out_channels),
             nn.ReLU(),
             conv(out_channels, out_channels, 3),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut: nn.Module = _shortcut(in_channels, out_channels, stride)
-        self.relu: nn.ReLU = nn.ReLU()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.relu(self.branch(inputs) + self.shortcut(inputs))
+        self.shortcut = _shortcut(in_channels, out_channels, stride)
+        self.relu = nn.ReLU()
 
 
-class Bottleneck(nn.Module):
+class Bottleneck(_Residual):
     """`relu(branch(x) + shortcut(x))`, where the branch is 1x1, 3x3 and 1x1 convolutions, each with BatchNorm.
 
     The 3x3 convolution has a quarter of the output channels, and the stride. The shortcut is as in `ResidualBlock`.
@@ -168,7 +168,7 @@ class Bottleneck(nn.Module):
     def __init__(self, in_channels: int, channels: int, *, stride: int = 1) -> None:
         super().__init__()
         out_channels = 4 * channels
-        self.branch: nn.Sequential = nn.Sequential(
+        self.branch = nn.Sequential(
             conv(in_channels, channels, 1),
             nn.BatchNorm2d(channels),
             nn.ReLU(),
@@ -178,14 +178,12 @@ class Bottleneck(nn.Module):
             conv(channels, out_channels, 1),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut: nn.Module = _shortcut(in_channels, out_channels, stride)
-        self.relu: nn.ReLU = nn.ReLU()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.relu(self.branch(inputs) + self.shortcut(inputs))
+        self.shortcut = _shortcut(in_channels, out_channels, stride)
+        self.relu = nn.ReLU()
 
 
-def resnet(depth: int, in_channels: int, num_classes: int, *, width: int = 16) -> nn.Sequential:
+@checked
+def resnet(depth: Size, in_channels: Size, num_classes: Size, *, width: Size = 16) -> nn.Sequential:
     """Return a residual network in the form for CIFAR: three stages of `(depth - 2) / 6` blocks each.
 
     The first convolution keeps the image size; the second and third stage halve it and double the channels.
@@ -204,7 +202,6 @@ def resnet(depth: int, in_channels: int, num_classes: int, *, width: int = 16) -
         >>> resnet(8, 3, 10, width=4)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-    check_sizes("resnet", depth=depth, in_channels=in_channels, num_classes=num_classes, width=width)
     if depth < 8 or (depth - 2) % 6:
         raise ValueError(f"resnet: depth={depth} is not 6 n + 2 with n >= 1; take 8, 14, 20, 26, 32, ...")
     layers: list[nn.Module] = [conv(in_channels, width, 3), nn.BatchNorm2d(width), nn.ReLU()]
@@ -248,7 +245,8 @@ def resnet20(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Seque
     return resnet(20, in_channels, num_classes, width=width)
 
 
-def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
+@checked
+def resnet18(in_channels: Size, num_classes: Size, *, width: Size = 64, small_images: bool = False) -> nn.Sequential:
     """Return a ResNet with four stages of two residual blocks: 11 689 512 weights with 3 channels and 1000 classes.
 
     Designed for large images: it begins with a 7x7 convolution and a max pooling, each with a stride of two, and the
@@ -270,10 +268,11 @@ def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_image
         >>> resnet18(3, 10, width=4)(torch.zeros(2, 3, 64, 64)).shape
         torch.Size([2, 10])
     """
-    return _for_images("resnet18", ResidualBlock, (2, 2, 2, 2), 1, in_channels, num_classes, width, small_images)
+    return _for_images(ResidualBlock, (2, 2, 2, 2), 1, in_channels, num_classes, width, small_images)
 
 
-def resnet50(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
+@checked
+def resnet50(in_channels: Size, num_classes: Size, *, width: Size = 64, small_images: bool = False) -> nn.Sequential:
     """Return a ResNet with stages of 3, 4, 6 and 3 bottlenecks: 25 557 032 weights with 3 channels and 1000 classes.
 
     The rest is as in `resnet18`.
@@ -294,11 +293,10 @@ def resnet50(in_channels: int, num_classes: int, *, width: int = 64, small_image
         >>> resnet50(3, 10, width=4)(torch.zeros(2, 3, 64, 64)).shape
         torch.Size([2, 10])
     """
-    return _for_images("resnet50", Bottleneck, (3, 4, 6, 3), 4, in_channels, num_classes, width, small_images)
+    return _for_images(Bottleneck, (3, 4, 6, 3), 4, in_channels, num_classes, width, small_images)
 
 
 def _for_images(
-    name: str,
     make_block: Callable[..., nn.Module],
     depths: Sequence[int],
     expansion: int,
@@ -308,8 +306,6 @@ def _for_images(
     small_images: bool,
 ) -> nn.Sequential:
     """Return a stem, stages of `depths` blocks, and a classifier; a block's output has `expansion` times its width."""
-    check_sizes(name, in_channels=in_channels, num_classes=num_classes, width=width)
-    check_flag(small_images, f"{name}: small_images")
     layers, channels = _stem(in_channels, width, small_images), width
     for stage, num_blocks in enumerate(depths):
         for block in range(num_blocks):

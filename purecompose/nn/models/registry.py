@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from purecompose._support import specs
+from purecompose._support.checks import check_whole
 from purecompose._support.device import building
-from purecompose.nn.models.convolutional import check_sizes, cnn, mlp, resnet8, resnet18, resnet20, resnet50
+from purecompose.nn.models.convolutional import Dropout, Widths, cnn, mlp, resnet8, resnet18, resnet20, resnet50
 from purecompose.nn.models.transformer import gpt, vit
 
 
@@ -42,8 +43,7 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
     """
     specs.check_name(name, MODELS, "model")
     check_options(name, options)
-    shape = tuple(in_shape)
-    check_sizes("models.build", **{f"in_shape[{i}]": size for i, size in enumerate(shape)})
+    shape = tuple(check_whole(size, f"models.build: in_shape[{i}]", 1) for i, size in enumerate(in_shape))
     with building(seed):
         return MODELS[name](shape, num_classes, **options)
 
@@ -90,7 +90,7 @@ def check_options(name: str, given: Iterable[str]) -> None:
 
 
 def _build_mlp(
-    in_shape: tuple[int, ...], num_classes: int, *, hidden: int | Sequence[int] = (256, 128), dropout: float = 0.0
+    in_shape: tuple[int, ...], num_classes: int, *, hidden: Widths = (256, 128), dropout: Dropout = 0.0
 ) -> nn.Module:
     return mlp(math.prod(in_shape), hidden, num_classes, dropout=dropout)
 

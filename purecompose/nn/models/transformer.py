@@ -9,17 +9,18 @@ References:
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_flag, check_number, shown
+from purecompose._support.checks import shown
 from purecompose.nn.layers.transformer import FeedForward, PositionEmbedding, SelfAttention
-from purecompose.nn.models.convolutional import check_sizes
+from purecompose.nn.models.convolutional import Dropout, Size
+from purecompose.schedule.declared import checked
 
 
 _STD = 0.02
-_POOLS = ("token", "mean")
 
 
 class TransformerBlock(nn.Module):
@@ -54,12 +55,12 @@ class VisionTransformer(nn.Module):
     """Network from images (N, channels, H, W) to logits (N, num_classes); see `vit`.
 
     Args:
-        in_shape, num_classes, patch_size, width, depth, num_heads, dropout, pool, has_positions: As for `vit`.
+        in_shape, num_classes, patch_size, width, depth, num_heads, dropout, pool: As for `vit`.
 
     Attributes:
         patches: A convolution whose kernel and stride have the size of a patch.
         token: Class token, (1, 1, d), placed before the patches; None if their mean is used.
-        positions: Learned vectors for the positions; None if the network does not use positions.
+        positions: Learned vectors for the positions.
         blocks: `nn.Sequential` of `TransformerBlock`.
         norm, head: Norm and linear layer after the blocks.
         image_size: (H, W).
@@ -69,14 +70,12 @@ class VisionTransformer(nn.Module):
         self,
         in_shape: Sequence[int],
         num_classes: int,
-        *,
         patch_size: int,
         width: int,
         depth: int,
         num_heads: int,
         dropout: float,
         pool: str,
-        has_positions: bool,
     ) -> None:
         super().__init__()
         channels, *image_size = in_shape
@@ -85,7 +84,7 @@ class VisionTransformer(nn.Module):
         self.patches: nn.Conv2d = nn.Conv2d(channels, width, patch_size, stride=patch_size)
         self.token: nn.Parameter | None = nn.Parameter(torch.zeros(1, 1, width)) if pool == "token" else None
         num_places = math.prod(size // patch_size for size in image_size) + (pool == "token")
-        self.positions: nn.Module | None = PositionEmbedding(num_places, width) if has_positions else None
+        self.positions: nn.Module = PositionEmbedding(num_places, width)
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
         blocks = (TransformerBlock(width, num_heads, dropout=dropout) for _ in range(depth))
         self.blocks: nn.Sequential = nn.Sequential(*blocks)
@@ -107,9 +106,7 @@ class VisionTransformer(nn.Module):
         places = self.patches(images).flatten(2).transpose(1, 2)  # (N, L, d)
         if self.token is not None:
             places = torch.cat([self.token.expand(places.shape[0], 1, -1), places], 1)
-        if self.positions is not None:
-            places = places + self.positions(places)
-        places = self.norm(self.blocks(self.dropout(places)))
+        places = self.norm(self.blocks(self.dropout(places + self.positions(places))))
         return self.head(places.mean(1) if self.token is None else places[:, 0])
 
     def _check_size(self, size: tuple[int, ...]) -> None:
@@ -120,7 +117,7 @@ class VisionTransformer(nn.Module):
         elif size != self.image_size:
             raise ValueError(
                 f"vit: expected images of {_by(self.image_size)}, for which it has positions, got {_by(size)}; resize "
-                "them, or build the network for this size or with has_positions=False"
+                "them, or build the network for this size"
             )
 
 
@@ -137,13 +134,13 @@ class GPT(nn.Module):
         norm, head: Norm and linear layer after the blocks; the head has no bias.
 
     Example:
-        >>> net = GPT(65, 16, width=8, depth=1, num_heads=2, dropout=0.0, is_tied=True)
+        >>> net = GPT(65, 16, 8, 1, 2, 0.0, is_tied=True)
         >>> net(torch.zeros(1, 16, dtype=torch.int64)).shape
         torch.Size([1, 16, 65])
     """
 
     def __init__(
-        self, vocabulary: int, max_length: int, *, width: int, depth: int, num_heads: int, dropout: float, is_tied: bool
+        self, vocabulary: int, max_length: int, width: int, depth: int, num_heads: int, dropout: float, is_tied: bool
     ) -> None:
         super().__init__()
         self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)
@@ -173,17 +170,17 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.dropout(embedded + self.positions(embedded)))))
 
 
+@checked
 def vit(
     in_shape: Sequence[int],
-    num_classes: int,
+    num_classes: Size,
     *,
-    patch_size: int = 4,
-    width: int = 64,
-    depth: int = 4,
-    num_heads: int = 4,
-    dropout: float = 0.0,
-    pool: str = "token",
-    has_positions: bool = True,
+    patch_size: Size = 4,
+    width: Size = 64,
+    depth: Size = 4,
+    num_heads: Size = 4,
+    dropout: Dropout = 0.0,
+    pool: Literal["token", "mean"] = "token",
 ) -> VisionTransformer:
     """Return a small vision transformer: patches as tokens, learned positions, pre-norm blocks, one linear layer.
 
@@ -198,7 +195,6 @@ def vit(
         num_heads: Number of heads in each attention, a divisor of the width.
         dropout: Probability of dropping an attention weight, or a value that is added to a vector, [0, 1).
         pool: Vector that is classified: "token" for a class token before the patches, "mean" for the patches' mean.
-        has_positions: True to add learned positions, with which the network takes only images of this size.
 
     Raises:
         ValueError: A size is below 1, patches or heads do not fit, the pool is unknown, or the dropout is outside
@@ -211,34 +207,20 @@ def vit(
     """
     if len(in_shape) != 3:
         raise ValueError(f"vit: expected in_shape (channels, height, width), got {tuple(in_shape)}")
-    check_sizes("vit", **{f"in_shape[{i}]": size for i, size in enumerate(in_shape)}, num_classes=num_classes)
-    _check_settings("vit", width, depth, num_heads, dropout)
-    check_sizes("vit", patch_size=patch_size)
     if any(size % patch_size for size in in_shape[1:]):
         raise ValueError(f"vit: patch_size={patch_size} does not divide images of {_by(in_shape[1:])}")
-    if pool not in _POOLS:
-        raise ValueError(f"vit: pool: expected one of {', '.join(map(repr, _POOLS))}, got {shown(pool)}")
-    return VisionTransformer(
-        in_shape,
-        num_classes,
-        patch_size=patch_size,
-        width=width,
-        depth=depth,
-        num_heads=num_heads,
-        dropout=dropout,
-        pool=pool,
-        has_positions=check_flag(has_positions, "vit: has_positions"),
-    )
+    return VisionTransformer(in_shape, num_classes, patch_size, width, depth, num_heads, dropout, pool)
 
 
+@checked
 def gpt(
-    vocabulary: int,
-    max_length: int,
+    vocabulary: Size,
+    max_length: Size,
     *,
-    width: int = 128,
-    depth: int = 4,
-    num_heads: int = 4,
-    dropout: float = 0.0,
+    width: Size = 128,
+    depth: Size = 4,
+    num_heads: Size = 4,
+    dropout: Dropout = 0.0,
     is_tied: bool = True,
 ) -> GPT:
     """Return a small decoder for language: tokens, learned positions, pre-norm causal blocks, one linear layer.
@@ -264,24 +246,7 @@ def gpt(
         >>> gpt(65, 16, width=16, depth=1)(torch.zeros(2, 12, dtype=torch.int64)).shape
         torch.Size([2, 12, 65])
     """
-    check_sizes("gpt", vocabulary=vocabulary, max_length=max_length)
-    _check_settings("gpt", width, depth, num_heads, dropout)
-    return GPT(
-        vocabulary,
-        max_length,
-        width=width,
-        depth=depth,
-        num_heads=num_heads,
-        dropout=dropout,
-        is_tied=check_flag(is_tied, "gpt: is_tied"),
-    )
-
-
-def _check_settings(where: str, width: int, depth: int, num_heads: int, dropout: float) -> None:
-    check_sizes(where, width=width, depth=depth, num_heads=num_heads)
-    if width % num_heads:
-        raise ValueError(f"{where}: width={width} is not a multiple of num_heads={num_heads}")
-    check_number(dropout, f"{where}: dropout", 0, 1, below=True)
+    return GPT(vocabulary, max_length, width, depth, num_heads, dropout, is_tied)
 
 
 def _draw_truncated(weight: Tensor, std: float) -> None:

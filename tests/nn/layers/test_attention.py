@@ -109,13 +109,7 @@ def test_layers_show_their_settings():
     ("make_fn", "message"),
     [
         (lambda: SelfAttention(6, 4), r"SelfAttention: width=6 is not a multiple of num_heads=4"),
-        (lambda: SelfAttention(0, 1), r"SelfAttention: width: expected an int >= 1, got 0 \(int\)"),
-        (lambda: SelfAttention(4, 2.0), r"num_heads: expected an int >= 1, got 2.0 \(float\)"),  # pyright: ignore[reportArgumentType]
         (lambda: SelfAttention(4, 2, dropout=1.0), r"SelfAttention: dropout: .* in \[0, 1\), got 1.0"),
-        (lambda: SelfAttention(4, 2, is_causal=1), r"is_causal: expected True or False, got 1 \(int\)"),  # pyright: ignore[reportArgumentType]
-        (lambda: FeedForward(4, 0), r"FeedForward: hidden: expected an int >= 1, got 0 \(int\)"),
-        (lambda: FeedForward(4, 4, dropout=-0.1), r"FeedForward: dropout: .* got -0.1 \(float\)"),
-        (lambda: PositionEmbedding(0, 4), r"PositionEmbedding: max_length: expected an int >= 1"),
         (
             lambda: PositionEmbedding(4, 2)(5),
             r"at most 4 positions, got 5; truncate it, or build the model with a larger",
