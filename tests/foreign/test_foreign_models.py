@@ -72,39 +72,6 @@ def assert_near(one: State, other: State) -> None:
     assert list(map(str, near)) == []
 
 
-EAGER = {"attn_implementation": "eager"}
-
-
-@pytest.mark.parametrize("options", [{}, EAGER], ids=["sdpa", "eager"])
-@pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_a_step_equals_a_manual_loop(make_net, options):
-    net, batch = make_net(0.0, **options), batch_for(make_net)
-    state = make_state(make_net, **options)
-    step = pc.compose(pc.loop_events, [])
-    state = step.init(state)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for _ in range(3):
-        state = step(state, batch)
-        optimizer.zero_grad()
-        loss = net(**batch).loss
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(state.loss, loss.detach())
-    for name, param in net.named_parameters():
-        torch.testing.assert_close(state.params[name], param.detach(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_dropout_is_drawn_with_the_states_key(make_net):
-    batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
-    first = step(step.init(make_state(make_net, 0.2)), batch)
-    torch.manual_seed(1)
-    again = step(step.init(make_state(make_net, 0.2)), batch)
-    assert tree.equal(again.params, first.params)
-    other = step(step.init(make_state(make_net, 0.2, key=1)), batch)
-    assert not tree.equal(other.params, first.params)
-
-
 def test_a_config_that_forward_completes_is_named():
     """BERT stores the kind of its loss in its config in the first pass, unless it is set before."""
     step = pc.compose(pc.loop_events, [])
@@ -113,15 +80,6 @@ def test_a_config_that_forward_completes_is_named():
         after = step(state, batch_for(bert))
     told = step(step.init(make_state(bert)), batch_for(bert))
     assert tree.equal(after.params, told.params)
-
-
-@pytest.mark.parametrize("make_net", [gpt2, bert])
-def test_to_module_returns_the_trained_model(make_net):
-    batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
-    state = step(step.init(make_state(make_net)), batch)
-    net = pc.to_module(state)
-    assert type(net) is type(make_net())
-    assert all(torch.equal(param, state.params[name]) for name, param in net.named_parameters())
 
 
 @pytest.mark.parametrize("make_net", [gpt2, bert])

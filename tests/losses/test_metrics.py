@@ -247,11 +247,6 @@ def test_metrics_map_over_members():
         torch.testing.assert_close(torch.func.vmap(value)(outputs), each, rtol=1e-6, atol=1e-6)
 
 
-def test_init_places_the_accumulator():
-    for metric in (accuracy, mean_loss(mse)):
-        assert {leaf.device.type for leaf in metric.init("meta")} == {"meta"}
-
-
 def test_as_metric_takes_metrics_losses_and_functions():
     assert as_metric(accuracy) is accuracy
     outputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))

@@ -1,11 +1,9 @@
-"""Derivatives through three steps of SGD, of first and second order, for torch's layers and losses, in float64.
+"""Derivatives through three steps of SGD, of first and second order, for layers and losses, in float64.
 
 Each is compared with finite differences: the first derivative with those of the loss, the second with those of the
 first. A form of differentiation that torch lacks for an operation may raise an error, but never give a wrong number.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +25,7 @@ NUM, STEPS, RATE = 4, 3, 0.02
 Make = Callable[[], nn.Module]
 
 # The first use of forward mode in a process makes torch script its own formulas with a deprecated function.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script", "ignore:There is a performance drop", "ignore:the network is in training mode except"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script", "ignore:There is a performance drop")
 
 
 class Around(nn.Module):
@@ -87,163 +83,71 @@ def looked_up(inputs: Tensor, table: nn.Module, num_words: int) -> Tensor:
 
 
 CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
-SEQUENCES = {  # (N, 5, 4)
+LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     **{
-        f"{kind} {said}": make(kind, 4, 3, batch_first=True, **options)
-        for kind in ("LSTM", "GRU", "RNN")
-        for said, options in {
-            "": {},
-            "deep": {"num_layers": 2, "bidirectional": True},
-            "dropout": {"num_layers": 2, "dropout": 0.3},
+        name: (layer, (6, 5))
+        for name, layer in {
+            "Linear": make("Linear", 5, 3),
+            "Hardsigmoid": make("Hardsigmoid"),
+            "LayerNorm": make("LayerNorm", 5),
+            "LayerNorm plain": make("LayerNorm", (6, 5), elementwise_affine=False),
+            "LayerNorm without bias": make("LayerNorm", 5, bias=False),
+            "RMSNorm": make("RMSNorm", 5),
         }.items()
     },
-    "LSTM projected": make("LSTM", 4, 3, proj_size=2, batch_first=True),
-    "RNN relu": make("RNN", 4, 3, nonlinearity="relu", batch_first=True),
     **{
-        f"{kind}Cell": of(lambda x, f: f(x[:, 0], f(x[:, 1])), make(f"{kind}Cell", 4, 3))
-        for kind in ("LSTM", "GRU", "RNN")
+        name: (layer, (5, 4))
+        for name, layer in {
+            "LSTM deep": make("LSTM", 4, 3, num_layers=2, bidirectional=True, batch_first=True),
+            "LSTM dropout": make("LSTM", 4, 3, num_layers=2, dropout=0.3, batch_first=True),
+            "GRUCell": of(lambda x, f: f(x[:, 0], f(x[:, 1])), make("GRUCell", 4, 3)),
+            "GRU packed": of(
+                lambda x, f: f(rnn.pack_padded_sequence(x, torch.tensor([5, 4, 3, 2]), True))[1].movedim(1, 0),
+                make("GRU", 4, 3, batch_first=True),
+            ),
+            "MultiheadAttention dropout": of(
+                lambda x, f: f(x, x, x)[0], make("MultiheadAttention", 4, 2, dropout=0.3, batch_first=True)
+            ),
+            "MultiheadAttention fused": of(
+                lambda x, f: f(x, x, x, need_weights=False, attn_mask=CAUSAL, is_causal=True)[0],
+                make("MultiheadAttention", 4, 2, batch_first=True),
+            ),
+            "TransformerEncoderLayer": make("TransformerEncoderLayer", 4, 2, 8, batch_first=True),
+            "attention biased": of(lambda x: F.scaled_dot_product_attention(x, x, x, x @ x.mT)),
+            "EmbeddingBag": of(lambda x, f: looked_up(x, f, 4), make("EmbeddingBag", 9, 3)),
+            "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 3)),
+            "weight_norm columns": lambda: parametrizations.weight_norm(nn.Linear(4, 3), dim=1),
+            "weight_norm whole": lambda: parametrizations.weight_norm(nn.Linear(4, 3), dim=None),  # type: ignore[arg-type]
+            "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 3)),
+            "spectral_norm frozen": frozen(lambda: parametrizations.spectral_norm(nn.Linear(4, 3))),
+            "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="householder"),
+            "cdist": of(lambda x: torch.cdist(x, x.flip(-1) * 2)),
+            "cdist 1": of(lambda x: torch.cdist(x, x.flip(-1) * 2, p=1)),
+            "pdist": of(lambda x: F.pdist(x.flatten(1)).repeat(4, 1)),
+            "normalize": of(lambda x: F.normalize(x, dim=-1)),
+            "solve": of(lambda x: torch.linalg.solve(x[:, :4] + 3 * torch.eye(4, dtype=FLOAT), x[:, 4])),
+        }.items()
     },
-    "GRU packed": of(
-        lambda x, f: f(rnn.pack_padded_sequence(x, torch.tensor([5, 4, 3, 2]), batch_first=True))[1].movedim(1, 0),
-        make("GRU", 4, 3, batch_first=True),
-    ),
-    "MultiheadAttention": of(lambda x, f: f(x, x, x)[0], make("MultiheadAttention", 4, 2, batch_first=True)),
-    "MultiheadAttention dropout": of(
-        lambda x, f: f(x, x, x)[0], make("MultiheadAttention", 4, 2, dropout=0.3, batch_first=True)
-    ),
-    "MultiheadAttention fused": of(
-        lambda x, f: f(x, x, x, need_weights=False, attn_mask=CAUSAL, is_causal=True)[0],
-        make("MultiheadAttention", 4, 2, batch_first=True),
-    ),
-    "TransformerEncoderLayer": make("TransformerEncoderLayer", 4, 2, 8, batch_first=True),
-    "TransformerEncoderLayer first": make(
-        "TransformerEncoderLayer", 4, 2, 8, batch_first=True, norm_first=True, activation="gelu", dropout=0.0
-    ),
-    "TransformerEncoder": lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False
-    ),
-    "TransformerDecoderLayer": of(
-        lambda x, f: f(x, x.flip(1)), make("TransformerDecoderLayer", 4, 2, 8, batch_first=True)
-    ),
-    "TransformerDecoder": of(
-        lambda x, f: f(x, x.flip(1)),
-        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8, batch_first=True), 1, nn.LayerNorm(4)),
-    ),
-    "Transformer": of(lambda x, f: f(x, x.flip(1)), make("Transformer", 4, 2, 1, 1, 8, batch_first=True)),
-    "attention biased": of(lambda x: F.scaled_dot_product_attention(x, x, x, x @ x.mT)),
-    "Embedding": of(lambda x, f: looked_up(x, f, 4), make("Embedding", 9, 3)),
     **{
-        f"EmbeddingBag {mode}": of(lambda x, f: looked_up(x, f, 4), make("EmbeddingBag", 9, 3, mode=mode))
-        for mode in ("mean", "max")
+        name: (layer, shape)
+        for d, shape in ((1, (4, 6)), (2, (4, 5, 4)), (3, (4, 4, 4, 3)))
+        for name, layer in {
+            f"BatchNorm{d}d": make(f"BatchNorm{d}d", 4),
+            f"BatchNorm{d}d frozen": frozen(make(f"BatchNorm{d}d", 4)),
+            f"BatchNorm{d}d plain": make(f"BatchNorm{d}d", 4, affine=False, track_running_stats=False),
+            f"InstanceNorm{d}d": make(f"InstanceNorm{d}d", 4),
+            f"InstanceNorm{d}d affine": make(f"InstanceNorm{d}d", 4, affine=True, track_running_stats=True),
+            f"InstanceNorm{d}d frozen": frozen(make(f"InstanceNorm{d}d", 4, affine=True, track_running_stats=True)),
+            f"GroupNorm {d}": make("GroupNorm", 2, 4),
+        }.items()
     },
-    "AdaptiveLogSoftmaxWithLoss": of(
-        lambda x, f: f.log_prob(x[:, 0]), make("AdaptiveLogSoftmaxWithLoss", 4, 9, cutoffs=[2, 5], div_value=2)
-    ),
-    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 3)),
-    "weight_norm columns": lambda: parametrizations.weight_norm(nn.Linear(4, 3), dim=1),
-    "weight_norm whole": lambda: parametrizations.weight_norm(nn.Linear(4, 3), dim=None),  # type: ignore[arg-type]
-    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 3)),
-    "spectral_norm frozen": frozen(lambda: parametrizations.spectral_norm(nn.Linear(4, 3))),
-    **{
-        f"orthogonal {kind}": lambda kind=kind: parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map=kind)
-        for kind in ("matrix_exp", "cayley", "householder")
-    },
-    "cdist": of(lambda x: torch.cdist(x, x.flip(-1) * 2)),
-    "cdist 1": of(lambda x: torch.cdist(x, x.flip(-1) * 2, p=1)),
-    "pdist": of(lambda x: F.pdist(x.flatten(1)).repeat(4, 1)),
-    "normalize": of(lambda x: F.normalize(x, dim=-1)),
-    "solve": of(lambda x: torch.linalg.solve(x[:, :4] + 3 * torch.eye(4, dtype=FLOAT), x[:, 4])),
 }
-
-_ACTIVATIONS = """CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU
-    ReLU6 SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Dropout Identity
-    Flatten""".split()
-VECTORS = {  # (N, 6, 5)
-    **{name: make(name) for name in _ACTIVATIONS},
-    **{name: make(name, -1) for name in ("Softmin", "Softmax", "LogSoftmax")},
-    "GELU tanh": make("GELU", approximate="tanh"),
-    "GLU": of(lambda x, f, g: g(f(x)), make("Linear", 5, 8), make("GLU")),
-    "Threshold": make("Threshold", 0.1, -0.3),
-    "Unflatten": make("Unflatten", 1, (2, 3)),
-    "Linear": make("Linear", 5, 3),
-    "Bilinear": of(lambda x, f: f(x, x.flip(-1)), make("Bilinear", 5, 5, 3)),
-    "CosineSimilarity": of(lambda x, f: f(x, x.flip(-1) * x), make("CosineSimilarity", -1)),
-    "PairwiseDistance": of(lambda x, f: f(x, x.flip(-1) * x), make("PairwiseDistance")),
-    "LayerNorm": make("LayerNorm", 5),
-    "LayerNorm plain": make("LayerNorm", (6, 5), elementwise_affine=False),
-    "LayerNorm without bias": make("LayerNorm", 5, bias=False),
-    "RMSNorm": make("RMSNorm", 5),
-}
-
-
-def spatial(d: int) -> dict[str, Make]:
-    """Return layers for inputs (N, 4, ...) with d dimensions of space."""
-    mode = {1: "linear", 2: "bilinear", 3: "trilinear"}[d]
-    positive = functools.partial(of, lambda x, f: f(F.softplus(x)))
-    return {
-        f"Conv{d}d": make(f"Conv{d}d", 4, 3, 3, padding=1),
-        f"Conv{d}d circular": make(f"Conv{d}d", 4, 4, 3, padding=1, padding_mode="circular", groups=2),
-        f"ConvTranspose{d}d": make(f"ConvTranspose{d}d", 4, 3, 3, padding=1),
-        f"BatchNorm{d}d": make(f"BatchNorm{d}d", 4),
-        f"BatchNorm{d}d frozen": frozen(make(f"BatchNorm{d}d", 4)),
-        f"BatchNorm{d}d plain": make(f"BatchNorm{d}d", 4, affine=False, track_running_stats=False),
-        f"SyncBatchNorm {d}": make("SyncBatchNorm", 4),
-        f"InstanceNorm{d}d": make(f"InstanceNorm{d}d", 4),
-        f"InstanceNorm{d}d affine": make(f"InstanceNorm{d}d", 4, affine=True, track_running_stats=True),
-        f"InstanceNorm{d}d frozen": frozen(make(f"InstanceNorm{d}d", 4, affine=True, track_running_stats=True)),
-        f"GroupNorm {d}": make("GroupNorm", 2, 4),
-        f"LocalResponseNorm {d}": make("LocalResponseNorm", 2),
-        f"weight_norm Conv{d}d": lambda: parametrizations.weight_norm(getattr(nn, f"Conv{d}d")(4, 3, 3)),
-        f"MaxPool{d}d": make(f"MaxPool{d}d", 2),
-        f"MaxUnpool{d}d": of(
-            lambda x, pool, unpool: unpool(*pool(x), output_size=x.shape),
-            make(f"MaxPool{d}d", 2, return_indices=True),
-            make(f"MaxUnpool{d}d", 2),
-        ),
-        f"AvgPool{d}d": make(f"AvgPool{d}d", 2),
-        f"LPPool{d}d": positive(make(f"LPPool{d}d", 3, 2)),
-        f"AdaptiveAvgPool{d}d": make(f"AdaptiveAvgPool{d}d", 2),
-        f"AdaptiveMaxPool{d}d": make(f"AdaptiveMaxPool{d}d", 2),
-        **{f"{kind}Pad{d}d": make(f"{kind}Pad{d}d", 1) for kind in ("Reflection", "Replication", "Circular", "Zero")},
-        f"ConstantPad{d}d": make(f"ConstantPad{d}d", 1, 0.3),
-        f"Upsample nearest {d}": make("Upsample", scale_factor=2),
-        f"Upsample linear {d}": make("Upsample", scale_factor=2, mode=mode),
-        f"Dropout{d}d": make(f"Dropout{d}d", 0.4),
-    }
-
-
-IMAGES = {  # (N, 4, 6, 6)
-    "ChannelShuffle": make("ChannelShuffle", 2),
-    "PixelShuffle": make("PixelShuffle", 2),
-    "PixelUnshuffle": make("PixelUnshuffle", 2),
-    "Softmax2d": make("Softmax2d"),
-    "UpsamplingBilinear2d": make("UpsamplingBilinear2d", scale_factor=2),
-    "UpsamplingNearest2d": make("UpsamplingNearest2d", scale_factor=2),
-    "Upsample bicubic": make("Upsample", scale_factor=2, mode="bicubic"),
-    "Unfold": make("Unfold", 3),
-    "Fold": of(lambda x, f, g: g(f(x)), make("Unfold", 3), make("Fold", (6, 6), 3)),
-    "CrossMapLRN2d": make("CrossMapLRN2d", 2),
-    "grid_sample": of(lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1).tanh(), align_corners=False)),
-}
-
-SHAPES = {1: (4, 6), 2: (4, 5, 4), 3: (4, 4, 4, 3)}
-LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
-    name: (layer, shape)
-    for layers, shape in (
-        (VECTORS, (6, 5)),
-        (SEQUENCES, (5, 4)),
-        *((spatial(d), shape) for d, shape in SHAPES.items()),
-        (IMAGES, (4, 6, 6)),
-    )
-    for name, layer in layers.items()
-}
+"""Layers that the library replaces, refuses, or runs in another way where a step is differentiated."""
 
 GEN = torch.Generator().manual_seed(7)
 REAL = torch.randn(STEPS, NUM, 6, generator=GEN, dtype=FLOAT)
 SHARES = torch.rand(STEPS, NUM, 6, generator=GEN, dtype=FLOAT)
 CLASSES = torch.randint(0, 6, (STEPS, NUM), generator=GEN)
-FLAGS = (SHARES > 0.5).to(FLOAT)
-SIGNS = 2 * FLAGS - 1
 EYE = 1.3 * torch.eye(6, dtype=FLOAT)
 
 
@@ -259,32 +163,8 @@ def linear_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 LOSSES: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
     "MSELoss": (nn.MSELoss(), REAL),
-    "L1Loss": (nn.L1Loss(), REAL),
-    "SmoothL1Loss": (nn.SmoothL1Loss(), REAL),
-    "HuberLoss": (nn.HuberLoss(), REAL),
     "CrossEntropyLoss": (nn.CrossEntropyLoss(label_smoothing=0.1), CLASSES),
-    "CrossEntropyLoss soft": (nn.CrossEntropyLoss(), SHARES / SHARES.sum(-1, keepdim=True)),
-    "NLLLoss": (lambda o, t: F.nll_loss(o.log_softmax(-1), t), CLASSES),
-    "BCELoss": (lambda o, t: F.binary_cross_entropy(o.sigmoid(), t), SHARES),
     "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), SHARES),
-    "KLDivLoss": (lambda o, t: F.kl_div(o.log_softmax(-1), t, reduction="batchmean"), SHARES),
-    "PoissonNLLLoss": (nn.PoissonNLLLoss(), SHARES),
-    "GaussianNLLLoss": (lambda o, t: F.gaussian_nll_loss(o, t, o.exp()), REAL),
-    "HingeEmbeddingLoss": (nn.HingeEmbeddingLoss(), SIGNS),
-    "SoftMarginLoss": (nn.SoftMarginLoss(), SIGNS),
-    "MultiLabelSoftMarginLoss": (nn.MultiLabelSoftMarginLoss(), FLAGS),
-    "MultiMarginLoss": (nn.MultiMarginLoss(), CLASSES),
-    "MultiLabelMarginLoss": (
-        nn.MultiLabelMarginLoss(),
-        torch.tensor([0, 1, -1, -1, -1, -1]).expand(STEPS, NUM, 6).contiguous(),
-    ),
-    "CosineEmbeddingLoss": (
-        lambda o, t: F.cosine_embedding_loss(o, t, torch.tensor([1.0, -1, 1, -1], dtype=FLOAT)),
-        REAL,
-    ),
-    "MarginRankingLoss": (lambda o, t: F.margin_ranking_loss(o, t, torch.ones_like(t)), REAL),
-    "TripletMarginLoss": (lambda o, t: F.triplet_margin_loss(o, t, o.flip(-1)), REAL),
-    "TripletMarginWithDistanceLoss": (lambda o, t: F.triplet_margin_with_distance_loss(o, t, o.flip(-1)), REAL),
     "CTCLoss": (ctc, CLASSES),
     "ctc": (lambda o, t: pc.losses.ctc(torch.stack([o, o * 2, o.sin()], 1), t[:, None].clamp(min=1)), CLASSES),
     **({"LinearCrossEntropyLoss": (linear_cross_entropy, CLASSES)} if hasattr(F, "linear_cross_entropy") else {}),
@@ -294,10 +174,7 @@ REFUSED = {  # in reverse mode
     "EmbeddingBag": "_embedding_bag_backward' is not implemented",
     "pdist": "_pdist_backward' is not implemented",
     "spectral_norm": "spectral_norm is part .*torch.func.jacfwd",
-    "MultiMarginLoss": "multi_margin_loss_backward is not implemented",
-    "MultiLabelMarginLoss": "multilabel_margin_loss_backward is not implemented",
     "CTCLoss": "_ctc_loss_backward is not implemented",
-    "CrossMapLRN2d": "setup_context in an autograd.Function|out=",
 }
 
 QUICK = {
@@ -309,7 +186,7 @@ QUICK = {
     "MultiheadAttention fused",
     "Hardsigmoid",
     "GRU packed",
-    "EmbeddingBag mean",
+    "EmbeddingBag",
     "spectral_norm",
     "spectral_norm frozen",
     "solve",
@@ -408,15 +285,6 @@ def test_derivatives_through_steps_equal_differences(name: str) -> None:
     if found:
         expected = difference(first[min(found)], rate)
         assert ("leaves twice" in assert_equal(second, rate, expected, 1e-4)) == ("leaves" in found)
-
-
-def test_the_sweep_has_all_of_torchs_layers_and_losses() -> None:
-    names = {name.partition(" ")[0] for name in (*LAYERS, *LOSSES)}
-    layers = {name for name, kind in inspect.getmembers(nn, inspect.isclass) if issubclass(kind, nn.Module)}
-    containers = {"Container", "DataParallel", "Module", "ModuleDict", "ModuleList", "ParameterDict", "ParameterList"}
-    unkeyed = {"AlphaDropout", "FeatureAlphaDropout", "FractionalMaxPool2d", "FractionalMaxPool3d", "RReLU"}
-    without = {*containers, *unkeyed, "Sequential", "RNNBase", "RNNCellBase", "NLLLoss2d"}
-    assert {name for name in layers - names - without if not name.startswith("Lazy")} == set()
 
 
 # Within a step, and in methods

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
-from torch.func import grad, stack_module_state, vmap
+from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.lr_scheduler import StepLR
 from torch.utils import _pytree as pytree
@@ -153,15 +153,6 @@ def test_parameters_without_gradient_keep_their_tensors_and_state(tensors, kind:
             assert name not in leaves or torch.equal(leaves[name], expected[slot][name])
 
 
-@every_optimizer
-def test_no_gradients_at_all_change_nothing(tensors, kind: str):
-    optimizer, params = OPTIMIZERS[kind](LR), tensors(0)
-    opt_state = optimizer.init(params)
-    new_params, new_state = optimizer.update({}, opt_state, params, reading(0.1))
-    assert new_params == params and new_params is not params
-    assert pytree.tree_leaves(new_state) == pytree.tree_leaves(opt_state)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @every_optimizer
 def test_vmap_equals_the_loop_over_members(tensors, kind: str, dtype: torch.dtype):
@@ -251,14 +242,6 @@ def test_integers_and_group_mappings_make_equal_optimizers():
 def test_hparams_are_found_in_settings_and_groups():
     optimizer = optim.adamw(LR * linear(), groups={"*.bias": {"weight_decay": hparam("wd", 0.1)}})
     assert {found.name for found in collect(optimizer, Hparam)} == {"lr", "wd"}
-
-
-def test_a_module_ensemble_stacks_and_updates(tensors):
-    # `torch.func`'s stacked parameters, which require gradients, are passed to update unchanged.
-    params, _ = stack_module_state([torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)])
-    optimizer = optim.sgd(0.5)
-    new_params, _ = vmap(lambda p: optimizer.update(p, {}, p))(params)
-    torch.testing.assert_close(new_params, {name: param / 2 for name, param in params.items()})
 
 
 @given(

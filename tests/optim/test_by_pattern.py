@@ -63,14 +63,6 @@ def test_parameters_that_an_optimizer_does_not_update_get_the_next_one(tensors):
     assert list(opt_state["exp_avg"]) == ["body.bias", "head.bias"]  # and sgd, which has no state, has the scale
 
 
-def test_no_patterns_are_the_rest(tensors):
-    grads = [tensors(1), tensors(2)]
-    alone = run(optim.adam(), tensors(0), grads)
-    assert pc.tree.equal(run(optim.by_pattern({}, optim.adam()), tensors(0), grads), alone)
-    everything = optim.by_pattern({"*": optim.adam()}, optim.sgd(0.1))
-    assert pc.tree.equal(run(everything, tensors(0), grads), alone)
-
-
 def test_patterns_nest_and_inner_groups_match_their_own_parameters(tensors):
     inner = optim.by_pattern({"*.bias": optim.sgd(0.25)}, optim.sgd(0.5, groups={"body.*": {"lr": 0.125}}))
     params, _ = run(optim.by_pattern({"head.*": optim.sgd(1.0)}, inner), tensors(0), [tensors(1)])
@@ -135,11 +127,6 @@ def test_patterns_that_match_nothing_are_reported_at_init(tensors, groups: Any, 
         optim.by_pattern(groups, optim.adam()).init(tensors())
 
 
-def test_the_rest_has_to_update_the_remaining_parameters(tensors):
-    with pytest.raises(ValueError, match="muon: expected real matrices, got 'body.bias'"):
-        optim.by_pattern({"head.*": optim.adam()}, optim.muon()).init(tensors())
-
-
 def test_errors_of_an_update_are_those_of_the_optimizer(tensors):
     optimizer, params = optim.by_pattern({"*.weight": optim.muon()}, optim.adam()), tensors()
     with pytest.raises(KeyError, match="adam: got a gradient for 'tail', which is not among"):
@@ -179,34 +166,6 @@ def make_state(optimizer: Any, **options: Any) -> pc.State:
 def batches(num: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(num)]
-
-
-MIXED = optim.by_pattern(
-    {"3.*": optim.adafactor(0.1 * cosine()), "*": optim.muon(hparam("lr", 0.02) * cosine())},
-    optim.decoupled_adamw(hparam("lr", 0.02) * cosine()),
-)
-
-
-def test_a_run_is_cut_and_resumed_to_the_same_bits(tmp_path):
-    step = pc.compose(pc.loop_events)
-    whole = half = step.init(make_state(MIXED))
-    for i, batch in enumerate(batches(6)):
-        whole = step(whole, batch)
-        if i == 2:
-            pc.save(whole, tmp_path / "half")
-            half = pc.load(tmp_path / "half", like=make_state(MIXED))
-        elif i > 2:
-            half = step(half, batch)
-    assert pc.tree.equal(half, whole)
-
-
-def test_the_guard_holds_all_parts_back(tensors):
-    guarded, grads = Guarded(MIXED), {**tensors(1), "head.bias": torch.full((2,), torch.nan)}
-    params = {name.replace("head", "3"): param for name, param in tensors().items()}
-    grads = {name.replace("head", "3"): grad for name, grad in grads.items()}
-    opt_state = guarded.init(params)
-    after, new_state = guarded.update(grads, opt_state, params, lambda scalar: 0.1)
-    assert pc.tree.equal(after, params) and pc.tree.equal(new_state, opt_state)
 
 
 def test_surgery_keeps_the_state_of_each_part():

@@ -121,14 +121,6 @@ def test_without_gradient_only_the_decay_moves_and_halving_the_rate_halves_it(te
         assert all(not leaf.any() for slot, leaves in opt_state.items() for leaf in leaves.values() if slot != "step")
 
 
-@both
-def test_powers_of_two_decay_exactly(tensors, name: str):
-    params = tensors(0, torch.float32)
-    (moved, _) = _first(getattr(optim, name)(0.5, weight_decay=2.0**-3), params, zeros(params))
-    # Subtracting an eighth rounds once, multiplying by 7/8 rounds once, and both are the nearest number.
-    assert all(torch.equal(moved[key], param * 0.875) for key, param in params.items())
-
-
 def _first(optimizer: Any, params: Any, grads: Any) -> Any:
     return optimizer.update(grads, optimizer.init(params), params)
 
@@ -157,23 +149,6 @@ def _same_trajectories(tensors, one: Any, two: Any) -> None:
         assert pc.tree.equal(ours, theirs)
 
 
-def test_the_first_step_of_adamw_on_a_one_is_as_on_the_page():
-    with pytest.warns(UserWarning, match="weight_decay=10"):
-        optimizer = optim.decoupled_adamw(1e-3, weight_decay=0.01)
-    params = {"w": torch.ones(1, dtype=DOUBLE)}
-    moved, _ = _first(optimizer, params, params)
-    torch.testing.assert_close(moved["w"], torch.tensor([0.989], dtype=DOUBLE), rtol=0, atol=1e-10)
-
-
-def test_the_first_buffer_is_the_gradient_and_never_sees_the_decay(tensors):
-    optimizer = optim.decoupled_sgdw(0.1, momentum=0.9, dampening=0.7, weight_decay=0.05)
-    params, opt_state = _first(optimizer, tensors(0), tensors(1))
-    assert pc.tree.equal(opt_state["momentum"], tensors(1))
-    _, opt_state = optimizer.update(tensors(2), opt_state, params)
-    expected = {name: 0.9 * grad + (1 - 0.7) * tensors(2)[name] for name, grad in tensors(1).items()}
-    torch.testing.assert_close(opt_state["momentum"], expected)
-
-
 @both
 @pytest.mark.parametrize("start", [0.0, 1e-3, 0.1, 4.0])
 def test_the_product_of_the_decays_is_that_of_the_schedule_alone(tensors, name: str, start: float):
@@ -182,29 +157,6 @@ def test_the_product_of_the_decays_is_that_of_the_schedule_alone(tensors, name: 
     for lr, hparams in ((start * CURVE, {}), (hparam("lr", 7.0) * CURVE, {"lr": start})):
         moved = after(getattr(optim, name)(lr, weight_decay=0.001), tensors(), curve, **hparams)
         torch.testing.assert_close(moved, {key: expected * p for key, p in tensors().items()}, rtol=1e-14, atol=0)
-
-
-@both
-def test_at_a_learning_rate_of_0_the_decay_is_unchanged(tensors, name: str):
-    moved = after(getattr(optim, name)(0.0, weight_decay=0.01), tensors(), [1.0])
-    torch.testing.assert_close(moved, {key: 0.99 * param for key, param in tensors().items()}, rtol=3e-16, atol=0)
-    warmed_up = after(getattr(optim, name)(0.1 * CURVE, weight_decay=0.01), tensors(), [0.0])
-    assert pc.tree.equal(warmed_up, tensors())
-
-
-@both
-def test_parameters_without_gradient_do_not_decay(tensors, name: str):
-    params = tensors()
-    moved, _ = _first(getattr(optim, name)(0.1, weight_decay=0.01), params, {"head.bias": params["head.bias"]})
-    assert [key for key in params if moved[key] is not params[key]] == ["head.bias"]
-
-
-@both
-def test_groups_have_their_own_decays(tensors, name: str):
-    groups = {"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 3.0 * CURVE}}
-    moved = after(getattr(optim, name)(0.1, weight_decay=0.01, groups=groups), tensors(), [0.5])
-    factors = {"body.weight": 0.99, "body.bias": 1.0, "head.weight": 0.995, "head.bias": 1.0}
-    torch.testing.assert_close(moved, {key: factors[key] * param for key, param in tensors().items()})
 
 
 def test_progress_is_the_factor_of_the_schedules():
@@ -252,15 +204,3 @@ def test_in_a_run_an_hparam_scales_the_learning_rate_and_not_the_decay(name: str
     for lr in (1.0, 1e-4):
         weight = trained(lr).params["weight"]
         torch.testing.assert_close(weight, torch.full((1, 3), expected), rtol=1e-6, atol=0)
-
-
-@both
-def test_errors_name_the_optimizer(name: str):
-    make = getattr(optim, name)
-    with pytest.raises(ValueError, match=f"{name}: weight_decay: expected a finite number >= 0"):
-        make(0.1, weight_decay=-1e-5)
-    with pytest.raises(TypeError, match=rf"{name}: groups\['\*'\]: no option 'decay'; the options are lr, "):
-        make(0.1, groups={"*": {"decay": "by rate"}})
-    with pytest.raises(ValueError, match="decoupled_sgdw: nesterov=True needs momentum"):
-        optim.decoupled_sgdw(0.1, nesterov=True)
-    assert make(0.1) != optim.sgd(0.1) and make(0.1) != optim.adam(0.1, betas=(0.9, 0.95), weight_decay=1e-5)

@@ -66,8 +66,3 @@ def test_a_scheduled_momentum_keeps_its_buffer_when_its_value_is_zero(tensors):
 def test_nesterov_needs_momentum_and_no_dampening(options: dict[str, Any]):
     with pytest.raises(ValueError, match="nesterov=True needs momentum > 0 and dampening=0"):
         optim.sgd(0.1, nesterov=True, **options)
-
-
-def test_nesterov_is_checked_in_groups_too():
-    with pytest.raises(ValueError, match=r"groups\['\*.bias'\]: sgd: nesterov=True needs momentum"):
-        optim.sgd(0.1, momentum=0.9, nesterov=True, groups={"*.bias": {"momentum": 0.0}})

@@ -7,9 +7,8 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random import Rng, beta, distributions, draws, exponential, fold_in, gamma, key, split
+from purecompose.random import Rng, beta, distributions, exponential, fold_in, gamma, key, split
 
 
 LEAST_P = 1e-3  # the seeds are fixed, so a statistic that passes once always passes
@@ -88,12 +87,6 @@ def test_beta_of_tiny_weights_is_a_fair_coin() -> None:
     assert stats.binomtest(int(draw.sum()), N, 0.5).pvalue > LEAST_P
 
 
-def test_the_two_gammas_of_a_beta_are_uncorrelated() -> None:
-    """Otherwise the spread would differ: the variance is ab / ((a + b)**2 (a + b + 1))."""
-    draw = beta(key(6), 3.0, 3.0, 20_000, dtype=torch.float64)
-    assert float(draw.var()) == pytest.approx(9 / (36 * 7), rel=0.05)
-
-
 def test_all_rounds_failing_gives_a_finite_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """No round accepts these words: the smallest radius word gives a far point, the largest uniform refuses it."""
 
@@ -151,39 +144,6 @@ def test_draws_start_with_shorter_draws_and_keep_rows(draw: Callable[..., Tensor
     assert whole.dtype == dtype
     assert draw(key(0), (0, 3), dtype=dtype).shape == (0, 3)
     assert draw(key(0), (), dtype=dtype).shape == ()
-
-
-@each_draw
-def test_maps_traces_and_does_not_advance_the_global_generator(draw: Callable[..., Tensor]) -> None:
-    before = torch.get_rng_state()
-    keys = split(key(0), 3)
-    looped = torch.stack([draw(k, 5) for k in keys])
-    torch.testing.assert_close(torch.func.vmap(lambda k: draw(k, 5))(keys), looped)
-    traced = make_fx(lambda k: draw(k, 5))(keys[0])
-    torch.testing.assert_close(traced(keys[1]), looped[1])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from inside Inductor
-@each_draw
-def test_compiled_equals_eager(draw: Callable[..., Tensor]) -> None:
-    compiled = torch.compile(lambda k: draw(k, (5, 3)), fullgraph=True, dynamic=False)
-    torch.testing.assert_close(compiled(key(3)), draw(key(3), (5, 3)), rtol=1e-5, atol=1e-6)
-
-
-@each_draw
-def test_one_stream(draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def counted(*arguments: object) -> Tensor:
-        calls.append(arguments)
-        return numbers(*arguments)  # type: ignore[arg-type]
-
-    numbers = draws.numbers
-    monkeypatch.setattr(draws, "numbers", counted)
-    draw(key(0), (3, 5))
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])

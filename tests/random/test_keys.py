@@ -1,9 +1,7 @@
 """Keys: the laws of split, fold_in and names, and the pytree form of `Rng`."""
 
 import dataclasses
-import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -23,10 +21,6 @@ def test_key_holds_the_seed(seed: int) -> None:
     assert number % 2**64 == seed
     assert offset == 0
     assert key(seed).dtype == torch.int64
-
-
-def test_key_takes_numpy_integers() -> None:
-    assert torch.equal(key(np.int64(5)), key(5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", [1.0, True, "1", None, torch.tensor(1)])
@@ -58,16 +52,6 @@ def test_keys_of_a_tree_are_distinct() -> None:
     root = key(0)
     made = [root, *split(root, 100), *(fold_in(root, -i) for i in range(1, 100)), *split(split(root)[1], 100)]
     assert len({tuple(k.tolist()) for k in made}) == len(made)
-
-
-def test_draws_of_split_keys_are_uncorrelated_with_the_parents() -> None:
-    seen = [set(bits(k, 64).tolist()) for k in (key(0), *split(key(0), 8), fold_in(key(0), -1), key(1))]
-    assert all(a.isdisjoint(b) for a, b in itertools.combinations(seen, 2))
-
-
-def test_fold_in_depends_on_order() -> None:
-    root = key(3)
-    assert not torch.equal(fold_in(fold_in(root, 1), 2), fold_in(fold_in(root, 2), 1))
 
 
 @given(st.integers(-(2**63), 2**63 - 1))
@@ -128,11 +112,6 @@ def test_names_chain(chain: list[str | int]) -> None:
         rng = rng.named(name)
     assert rng.draw == salt(*chain)
     assert 0 <= salt(*chain) < 2**32
-
-
-@given(names, names)
-def test_names_do_not_commute(first: str | int, second: str | int) -> None:
-    assert (salt(first, second) == salt(second, first)) == (first == second)
 
 
 def test_numbered_siblings_never_collide() -> None:

@@ -66,41 +66,11 @@ def test_several_examples_are_ignored_and_a_single_one_is_not() -> None:
 WEIGHTS = torch.tensor([1.0, 4.0, 0.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("p", [None, WEIGHTS], ids=["equal", "weighted"])
-def test_vmap_equals_loop_and_traces(p: Tensor | None, replace: bool) -> None:
-    before = torch.get_rng_state()
-    keys = split(key(0), 6)
-    looped = torch.stack([choice(k, 5, 3, p, replace=replace) for k in keys])
-    assert torch.equal(torch.func.vmap(lambda k: choice(k, 5, 3, p, replace=replace))(keys), looped)
-    traced = make_fx(lambda k: choice(k, 5, 3, p, replace=replace))(keys[0])
-    assert torch.equal(traced(keys[1]), looped[1])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_permutation_maps_and_traces() -> None:
     keys = split(key(0), 6)
     looped = torch.stack([permutation(k, 11) for k in keys])
     assert torch.equal(torch.func.vmap(lambda k: permutation(k, 11))(keys), looped)
     assert torch.equal(make_fx(lambda k: permutation(k, 11))(keys[0])(keys[1]), looped[1])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from inside Inductor
-def test_compiled_equals_eager() -> None:
-    def step(key: Tensor) -> tuple[Tensor, ...]:
-        return permutation(key, 20), choice(key, 9, 4), choice(key, 5, 3, WEIGHTS)
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=False)
-    for result, expected in zip(compiled(key(3)), step(key(3)), strict=True):
-        assert torch.equal(result, expected)
-
-
-def test_weights_map() -> None:
-    many = torch.stack([WEIGHTS, WEIGHTS.flip(0)])
-    for replace in (False, True):
-        mapped = torch.func.vmap(lambda p, r=replace: choice(key(0), 5, 3, p, replace=r))(many)
-        assert torch.equal(mapped, torch.stack([choice(key(0), 5, 3, p, replace=replace) for p in many]))
 
 
 @given(st.integers(0, 30), st.data())
@@ -111,11 +81,6 @@ def test_choice_without_replacement_is_distinct(n: int, data: st.DataObject) -> 
     assert set(chosen) <= set(range(n))
     more = choice(key(4), n, n).tolist()
     assert more[:k] == chosen
-
-
-def test_choice_of_pairs_is_fair() -> None:
-    draws = torch.func.vmap(lambda k: choice(k, 5, 2))(split(key(5), 4000))
-    assert stats.chisquare(frequencies(draws, 5)).pvalue > LEAST_P
 
 
 def test_weighted_choice_draws_one_by_one() -> None:

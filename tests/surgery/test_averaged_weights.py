@@ -296,18 +296,3 @@ def test_statistics_that_cannot_be_measured_are_an_error():
         with_statistics(trained(ema()), IMAGES, weights="swa")
     with pytest.raises(ValueError, match="ema keeps no averages of 1.running_mean, 1.running_var"):
         with_statistics(trained(ema(buffers=["4.*"])), IMAGES, weights="ema")
-
-
-def test_batches_of_any_structure_are_accepted():
-    state = make_state(make_cnn(), input_field="image", target_field="label", batches_per_epoch=6)
-    named = [{"image": inputs, "label": targets} for inputs, targets in IMAGES]
-    step = compose(loop_events, [ema("2ba")])
-    end = run_steps(step, step.init(state), named)
-    found = with_statistics(end, named, weights="ema")
-    plain = with_statistics(trained_like(end), IMAGES, weights="ema")
-    assert_same(averages_in(found, "ema").buffers, averages_in(plain, "ema").buffers)
-
-
-def trained_like(state: State) -> State:
-    """Return the same state for batches that are tuples."""
-    return state.replace(input_field=0, target_field=1)

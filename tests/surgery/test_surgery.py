@@ -10,22 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from purecompose import (
-    Algorithm,
-    Event,
-    State,
-    compose,
-    loop_events,
-    losses,
-    on,
-    optim,
-    population,
-    random,
-    stack_states,
-    surgery,
-    to_module,
-    tree,
-)
+from purecompose import State, compose, loop_events, losses, optim, random, surgery, to_module, tree
 from purecompose.algorithms import alibi, blurpool
 from purecompose.nn import layers, models
 from purecompose.optim.guarded import Guarded
@@ -230,24 +215,6 @@ def test_surgery_works_without_an_optimizer() -> None:
     } | {"0.inner.weight", "0.inner.bias", "3.inner.weight", "3.inner.bias"}  # fmt: skip
 
 
-def test_members_of_a_population_have_surgery_each_with_its_own_key() -> None:
-    method = Algorithm("wrap", on(Event.INIT), lambda event, state: surgery.operate(state, RULES, name="wrap")[0])
-    pop = population(compose(loop_events, [method]), 2)
-    states = pop.init(stack_states([make_state(key=0), make_state(key=1)]))
-    alone, _ = surgery.operate(make_state(key=1), RULES, name="wrap")
-    assert states.params["0.scale.weight"].shape == (2, 6, 6)
-    assert torch.equal(states.params["0.scale.weight"][1], alone.params["0.scale.weight"])
-    assert pop(states, make_batch()).params["0.scale.weight"].shape == (2, 6, 6)
-
-
-def test_a_checkpoint_holds_the_new_network(tmp_path: Any) -> None:
-    state = trained(surgery.operate(make_state(), RULES, name="wrap")[0])
-    save(state, tmp_path / "state")
-    template, _ = surgery.operate(make_state(key=9), RULES, name="wrap")
-    loaded = load(tmp_path / "state", template)
-    assert all(torch.equal(loaded.params[name], state.params[name]) for name in state.params)
-
-
 def test_kept_weights_and_their_optimizer_state_are_not_copied() -> None:
     net = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 2))
     state = make_state(net, optimizer=OPTIMIZERS["adam"])
@@ -259,14 +226,6 @@ def test_kept_weights_and_their_optimizer_state_are_not_copied() -> None:
         surgery.operate(state, {nn.Linear: last}, name="wrap")
     sizes = [event.cpu_memory_usage for event in profile.events() or ()]
     assert 0 < max(sizes) < 500 * 500
-
-
-def test_surgery_works_on_the_librarys_networks() -> None:
-    for name in ("mlp", "cnn", "resnet8", "resnet20"):
-        net = models.build(name, in_shape=(3, 16, 16), num_classes=3, seed=0)
-        after, report = surgery.operate(make_state(net), {nn.ReLU: lambda module, site: nn.SiLU()}, name="act")
-        assert report.replaced and not report.dropped and not report.made
-        assert not any(isinstance(module, nn.ReLU) for module in after.model.module.modules())
 
 
 class Steps(nn.Module):

@@ -48,14 +48,6 @@ def test_attention_that_is_not_causal_ignores_the_order(order, seed):
     torch.testing.assert_close(layer(input[:, order]), layer(input)[:, order])
 
 
-def test_dropout_only_acts_in_training():
-    torch.manual_seed(0)
-    layer, input = SelfAttention(8, 2, dropout=0.5), torch.randn(2, 5, 8)
-    assert not torch.equal(layer(input), layer(input))
-    layer.eval()
-    assert torch.equal(layer(input), layer(input))
-
-
 @given(share=st.floats(0.1, 0.9), seed=st.integers(0, 9))
 def test_dropout_keeps_the_mean(share, seed):
     """With all values equal, the mean over positions is that value; the other weights compensate for dropped ones."""
@@ -96,13 +88,6 @@ def test_positions_are_the_first_vectors(places, data):
     assert torch.equal(layer(length), layer.weight[:length])
     assert torch.equal(layer(torch.zeros(2, length, 7)), layer.weight[:length])
     assert torch.equal(layer(torch.zeros(2, length, dtype=torch.int64)), layer.weight[:length])
-
-
-def test_layers_show_their_settings():
-    assert repr(SelfAttention(4, 2, is_causal=True)).startswith(
-        "SelfAttention(\n  num_heads=2, is_causal=True, dropout=0.0\n"
-    )
-    assert repr(PositionEmbedding(5, 3)) == "PositionEmbedding(5, 3)"
 
 
 @pytest.mark.parametrize(
