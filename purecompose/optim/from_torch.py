@@ -195,21 +195,13 @@ class FromTorch(ByGroup):
 
     def _check_untraced(self, tensors: Sequence[Tensor]) -> None:
         """Raise if the update is transformed, traced or differentiated; its result would be missing or wrong there."""
-        own = "use an optimizer of purecompose.optim, such as adamw"
-        if is_transforming():
+        is_traced = torch.compiler.is_compiling() or get_proxy_mode() is not None or any(map(is_fake, tensors))
+        is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if is_transforming() or is_traced or is_differentiated:
             raise RuntimeError(
-                f"{self.called}: its update cannot run under vmap (as in a population), grad or another transform of "
-                f"torch.func, since a torch optimizer writes into its state. Train members one by one, or {own}"
-            )
-        if torch.compiler.is_compiling() or get_proxy_mode() is not None or any(map(is_fake, tensors)):
-            raise RuntimeError(
-                f"{self.called}: its update cannot be traced (it got a FakeTensor or a proxy, which has no values). "
-                f"Leave the step uncompiled, or {own}"
-            )
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise RuntimeError(
-                f"{self.called}: its update passes no gradient on, but a parameter, gradient, slot or setting requires "
-                f"one. Call it within torch.no_grad() if none is wanted, or {own}"
+                f"{self.called}: a torch optimizer writes into its memory, so its update can be neither traced (as by "
+                "compile), mapped (as in a population) nor differentiated: leave the step uncompiled, train members "
+                "one by one, call it within torch.no_grad(), or use an optimizer of purecompose.optim, such as adamw"
             )
 
 

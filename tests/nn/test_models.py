@@ -191,7 +191,7 @@ def test_a_description_contains_the_defaults():
         (lambda: models.build("vit", in_shape=(8,), num_classes=4, seed=0), r"vit: expected in_shape \(channels, "),
         (lambda: models.vit((3, 8, 9), 4), r"vit: patch_size=4 does not divide images of 8x9"),
         (
-            lambda: models.vit((3, 8, 8), 4, pool="max"),
+            lambda: models.vit((3, 8, 8), 4, pool="max"),  # pyright: ignore[reportArgumentType]
             r"vit: pool: expected one of 'token', 'mean', got 'max' \(str\)",
         ),
         (lambda: models.vit((3, 8, 8), 4)(torch.zeros(1, 3, 4, 4)), r"vit: expected images of 8x8, .* got 4x4; resize"),

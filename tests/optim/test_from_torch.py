@@ -254,25 +254,23 @@ def test_it_is_neither_mapped_nor_differentiated_nor_traced(tensors):
     def moved(grad: Tensor) -> Tensor:
         return optimizer.update({"w": grad}, opt_state, params)[0]["w"].sum()
 
-    with pytest.raises(RuntimeError, match=r"from_torch\(torch.optim.NAdam\): its update cannot run under vmap"):
+    with pytest.raises(RuntimeError, match=r"from_torch\(torch.optim.NAdam\): .*can be neither traced"):
         torch.vmap(moved)(torch.ones(4, 3, 2))
-    with pytest.raises(RuntimeError, match="cannot run under vmap .* grad or another transform of torch.func"):
+    with pytest.raises(RuntimeError, match="can be neither traced"):
         torch.func.grad(moved)(torch.ones(3, 2))
-    with pytest.raises(RuntimeError, match="passes no gradient on, .* within torch.no_grad"):
+    with pytest.raises(RuntimeError, match="nor differentiated: .*within torch.no_grad"):
         moved(torch.ones(3, 2, requires_grad=True))
     with torch.no_grad():
         moved(torch.ones(3, 2, requires_grad=True))
     for mode in ("fake", "real"):
-        with pytest.raises(
-            RuntimeError, match="its update cannot be traced .* Leave the step uncompiled, or use an optimizer"
-        ):
+        with pytest.raises(RuntimeError, match="can be neither traced"):
             make_fx(moved, tracing_mode=mode)(torch.ones(3, 2))
 
 
 def test_a_setting_that_requires_a_gradient_is_an_error():
     optimizer, params = optim.from_torch(torch.optim.NAdam, lr=hparam("lr", 0.1)), {"w": torch.zeros(2)}
     lr = torch.tensor(0.1, requires_grad=True)
-    with pytest.raises(RuntimeError, match="a parameter, gradient, slot or setting requires"):
+    with pytest.raises(RuntimeError, match="nor differentiated"):
         optimizer.update({"w": torch.ones(2)}, optimizer.init(params), params, lambda scalar: lr)
 
 
@@ -328,14 +326,14 @@ def test_a_run_is_cut_and_resumed_to_the_same_bits(kind: str, tmp_path):
 def test_a_compiled_step_and_a_population_are_errors_with_a_remedy():
     step = pc.compose(pc.loop_events)
     state, batch = step.init(make_state(SCHEDULED)), batches(1)[0]
-    with pytest.raises(RuntimeError, match=r"from_torch\(torch.optim.NAdam\): its update cannot be traced"):
+    with pytest.raises(RuntimeError, match=r"from_torch\(torch.optim.NAdam\): .*can be neither traced"):
         pc.compile(step, backend="aot_eager", quiet=True)(state, batch)
     with pytest.warns(UserWarning, match="As fallback=True asks, such steps run eagerly"):
         fallen = pc.compile(step, backend="aot_eager", quiet=True, fallback=True)(state, batch)
     torch.testing.assert_close(fallen.params, step(state, batch).params)
-    with pytest.raises(RuntimeError, match="cannot run under vmap .as in a population"):
+    with pytest.raises(RuntimeError, match="mapped .as in a population"):
         pc.population(step, 2)(pc.stack_states([state, state]), batch)
-    with pytest.raises(RuntimeError, match="its update passes no gradient on"):
+    with pytest.raises(RuntimeError, match="nor differentiated"):
         step(state.replace(hparams={"lr": torch.tensor(0.1, requires_grad=True)}), batch)
 
 

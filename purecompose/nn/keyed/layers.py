@@ -73,15 +73,6 @@ def _kernel(*, features: bool, inplace: bool) -> Handler:
     return handler
 
 
-def _native_dropout(scope: Scope, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    if train is False or not 0 < p <= 1 or input.numel() == 0:
-        return func(input, p, train)
-    if p == 1:
-        return input * 0.0, torch.zeros_like(input, dtype=torch.bool)
-    keep = _keep(scope, func, p, input.shape, input.device)
-    return input * keep * (1.0 / (1.0 - p)), keep
-
-
 def _attention(
     scope: Scope,
     func: Any,
@@ -196,7 +187,6 @@ LAYERS: dict[Any, Handler] = {
     **dict.fromkeys(COMPOSITES, _enter),
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,
-    torch.native_dropout: _native_dropout,
     torch.dropout: _kernel(features=False, inplace=False),
     torch.dropout_: _kernel(features=False, inplace=True),
     torch.feature_dropout: _kernel(features=True, inplace=False),

@@ -42,7 +42,6 @@ IDLE: dict[str, Fn] = {
     "torch.dropout eval": lambda x: torch.dropout(x, 0.4, False),
     "torch.alpha_dropout_ p=0": lambda x: torch.alpha_dropout_(x * 1, 0.0, True),
     "F.rrelu eval": lambda x: F.rrelu(x.abs()) * x.sign(),
-    "torch.native_dropout eval": lambda x: torch.native_dropout(x, 0.4, False)[0],
 }
 
 
@@ -73,7 +72,6 @@ P_ONE: dict[str, Fn] = {
     "F.dropout": lambda x: F.dropout(x, 1.0),
     "F.dropout inplace": lambda x: F.dropout(x * 1, 1.0, inplace=True),
     "F.dropout2d": lambda x: F.dropout2d(x, 1.0),
-    "torch.native_dropout": lambda x: torch.native_dropout(x, 1.0, True)[0],
     "sdpa": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=1.0),
 }
 

@@ -56,7 +56,6 @@ DIFFERENTIABLE: dict[str, Fn] = {
     "torch.dropout_": lambda x: torch.dropout_(x * 1, 0.4, True),
     "torch.feature_dropout": lambda x: torch.feature_dropout(x, 0.4, True),
     "torch.feature_dropout_": lambda x: torch.feature_dropout_(x * 1, 0.4, True),
-    "torch.native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
     "fractional_max_pool2d with samples": lambda x: F.fractional_max_pool2d(
         x, 2, 4, _random_samples=torch.rand(len(x), 4, 2, dtype=x.dtype)
     ),
