@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F, init
+from torch.nn import functional as F
 
 from purecompose._support.functorch import is_transforming
 from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
@@ -56,20 +56,6 @@ def fill_normal(rng: Rng, shape: Shape, dtype: torch.dtype, mean: Any = 0.0, std
 
 def fill_exponential(rng: Rng, shape: Shape, dtype: torch.dtype, lambd: float = 1.0) -> Tensor:
     return exponential(rng, shape, rate=lambd, dtype=wide_dtype(dtype)).to(dtype)
-
-
-def fill_log_normal(rng: Rng, shape: Shape, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    return normal(rng, shape, mean=mean, std=std, dtype=wide_dtype(dtype)).exp().to(dtype)
-
-
-def fill_integers(rng: Rng, shape: Shape, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
-    """Return integers in [low, high); without `high`, up to the largest range that `dtype` represents exactly."""
-    if high is None and dtype.is_floating_point:
-        high = int(2 / torch.finfo(dtype).eps) + 1  # for float32 the largest value is 2**24
-    elif high is None:
-        # randint's range must stay below 2**63, so int64's greatest value is never drawn.
-        high = 2 if dtype == torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1 + min(low, 0))
-    return randint(rng, shape, low, high).to(dtype)
 
 
 def _coins(scope: Scope, func: Any, p: float | Tensor, shape: Shape, device: torch.device) -> Tensor:
@@ -119,8 +105,6 @@ def _fill(distribution: Fill) -> Handler:
     """Return the handler of an in-place fill, `tensor.normal_(mean, std)`."""
 
     def handler(scope: Scope, func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if func == Tensor.random_ and len(args) == 1 and not kwargs:
-            args = (0, *args)  # random_(to)
         named = {_NAMES.get(name, name): value for name, value in kwargs.items()}
 
         def sampler(rng: Rng, shape: Shape) -> Tensor:
@@ -144,27 +128,18 @@ def _make(
     per_example: bool = True,
     dtype: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
-    layout: torch.layout | None = None,
     memory_format: torch.memory_format | None = None,
-    out: Tensor | None = None,
-    pin_memory: bool | None = False,
     requires_grad: bool = False,
     **others: Any,
 ) -> Tensor:
     """Return a new tensor from `fill(rng, shape, dtype)`, with the options of torch's factory functions."""
-    if others.get("names") is not None or layout not in (None, torch.strided):
-        advice = "Make a dense one and convert it."
-        raise unkeyed(func, "has no keyed form for named or sparse tensors", advice)
-    if out is not None:
-        dtype, device = out.dtype, out.device
+    if rare := [name for name, value in others.items() if value not in (None, False, torch.strided)]:
+        raise unkeyed(func, f"has no keyed form with {', '.join(rare)}=", "Make a plain tensor, and convert it.")
     dtype = dtype or torch.get_default_dtype()
     device = torch.get_default_device() if device is None else torch.device(device)
     value = scope.draw(func, lambda rng, shape: fill(rng, shape, dtype), shape, device, per_example=per_example)
-    if out is not None:
-        return _write(func, out if out.shape == value.shape else out.resize_(value.shape), value)
     if memory_format not in (None, torch.preserve_format):
         value = value.contiguous(memory_format=memory_format)
-    value = value.pin_memory() if pin_memory else value
     return value.requires_grad_() if requires_grad else value
 
 
@@ -190,36 +165,31 @@ def _like(scope: Scope, func: Any, fill: Fill, input: Tensor, **options: Any) ->
 
 def _like_factory(fill: Fill) -> Handler:
     """Return the handler of `torch.rand_like(input)`."""
-
-    def handler(scope: Scope, func: Any, input: Tensor, **options: Any) -> Tensor:
-        return _like(scope, func, fill, input, **options)
-
-    return handler
+    return lambda scope, func, input, **options: _like(scope, func, fill, input, **options)
 
 
 def _between(low: Any, high: Any) -> Fill:
     return lambda rng, shape, dtype: randint(rng, shape, low, high).to(dtype)
 
 
+def _range_of(args: list[Any], low: Any, high: Any) -> Fill:
+    """Return the fill of `(high)` or `(low, high)`, each given by position or by name."""
+    high = args.pop() if high is None else high
+    return _between((args.pop() if args else 0) if low is None else low, high)
+
+
 def _randint(
     scope: Scope, func: Any, *args: Any, low: Any = None, high: Any = None, size: Any = None, **options: Any
 ) -> Tensor:
-    """Handle `randint(high, size)` and `randint(low, high, size)`, each argument by position or by name."""
     rest = list(args)
     size = rest.pop() if size is None else size
-    high = rest.pop() if high is None else high
-    low = (rest.pop() if rest else 0) if low is None else low
-    options = {"dtype": torch.int64, **options}
-    return _make(scope, func, _between(low, high), tuple(size), **options)
+    return _make(scope, func, _range_of(rest, low, high), tuple(size), **{"dtype": torch.int64, **options})
 
 
 def _randint_like(
     scope: Scope, func: Any, input: Tensor, *args: Any, low: Any = None, high: Any = None, **options: Any
 ) -> Tensor:
-    rest = list(args)
-    high = rest.pop() if high is None else high
-    low = (rest.pop() if rest else 0) if low is None else low
-    return _like(scope, func, _between(low, high), input, **options)
+    return _like(scope, func, _range_of(list(args), low, high), input, **options)
 
 
 def _randperm(scope: Scope, func: Any, n: int, **options: Any) -> Tensor:
@@ -230,15 +200,12 @@ def _randperm(scope: Scope, func: Any, n: int, **options: Any) -> Tensor:
     return _make(scope, func, fill, (n,), per_example=False, **options)
 
 
-def _bernoulli(scope: Scope, func: Any, input: Tensor, p: float | None = None, *, out: Tensor | None = None) -> Tensor:
+def _bernoulli(scope: Scope, func: Any, input: Tensor, p: float | None = None) -> Tensor:
     """Return 0 or 1 in the input's dtype, with the input as the probabilities, or with `p` for all elements."""
-    value = _coins(scope, func, input if p is None else p, input.shape, input.device).to(input.dtype)
-    return value if out is None else _write(func, out, value)
+    return _coins(scope, func, input if p is None else p, input.shape, input.device).to(input.dtype)
 
 
-def _normal_of(
-    scope: Scope, func: Any, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any = None, **options: Any
-) -> Tensor:
+def _normal_of(scope: Scope, func: Any, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
     """Handle `torch.normal` of tensors, of numbers, and of one of each. As in torch, no gradient flows to them."""
     tensors = [value.detach() for value in (mean, std) if isinstance(value, Tensor)]
     if not tensors:
@@ -246,13 +213,12 @@ def _normal_of(
         def fill(rng: Rng, shape: Shape, dtype: torch.dtype) -> Tensor:
             return fill_normal(rng, shape, dtype, mean, std)
 
-        return _make(scope, func, fill, tuple(size), out=out, **options)
+        return _make(scope, func, fill, tuple(size), **options)
     shape = torch.broadcast_shapes(*(value.shape for value in tensors))
     dtype = functools.reduce(torch.promote_types, (value.dtype for value in tensors))
     standard = scope.draw(func, lambda rng, shape: fill_normal(rng, shape, dtype), shape, tensors[0].device)
     mean, std = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
-    value = mean + std * standard
-    return value if out is None else _write(func, out, value)
+    return mean + std * standard
 
 
 def _clocks(scope: Scope, func: Any, like: Tensor) -> Tensor:
@@ -261,9 +227,7 @@ def _clocks(scope: Scope, func: Any, like: Tensor) -> Tensor:
     return scope.draw(func, lambda rng, s: fill_exponential(rng, s, dtype), like.shape, like.device)
 
 
-def _multinomial(
-    scope: Scope, func: Any, input: Tensor, num_samples: int, replacement: bool = False, *, out: Tensor | None = None
-) -> Tensor:
+def _multinomial(scope: Scope, func: Any, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     """Return indices drawn by the weights in each row.
 
     With replacement: the positions of uniform numbers among the cumulative weights. Without: the first arrivals of
@@ -276,13 +240,10 @@ def _multinomial(
         draws = scope.draw(func, lambda rng, s: uniform(rng, s, dtype=torch.float64), shape, input.device)
         # right=True: a weight of 0 is an empty interval, which never contains the number.
         index = torch.searchsorted(total / total[..., -1:], draws.to(total.dtype), right=True)
-        index = index.clamp_max(input.shape[-1] - 1)
-    else:
-        if num_samples > input.shape[-1]:
-            return func(input, num_samples, replacement)  # torch's own error
-        clocks = _clocks(scope, func, weights)
-        index = (weights / clocks).topk(num_samples, dim=-1).indices
-    return index if out is None else _write(func, out, index)
+        return index.clamp_max(input.shape[-1] - 1)
+    if num_samples > input.shape[-1]:
+        return func(input, num_samples, replacement)  # torch's own error
+    return (weights / _clocks(scope, func, weights)).topk(num_samples, dim=-1).indices
 
 
 def _gumbel_softmax(
@@ -298,17 +259,6 @@ def _gumbel_softmax(
         return soft
     one_hot = torch.zeros_like(soft).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
     return one_hot - soft.detach() + soft
-
-
-def _init(distribution: Fill) -> Handler:
-    """Return the handler of a function of `torch.nn.init`, which records no operation."""
-    fill = _fill(distribution)
-
-    def handler(scope: Scope, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.no_grad():
-            return fill(scope, func, tensor, *args, **kwargs)
-
-    return handler
 
 
 FUNCTIONS: dict[Any, Handler] = {
@@ -329,10 +279,6 @@ FUNCTIONS: dict[Any, Handler] = {
     F.gumbel_softmax: _gumbel_softmax,
     Tensor.bernoulli_: _bernoulli_,
     Tensor.exponential_: _fill(fill_exponential),
-    Tensor.log_normal_: _fill(fill_log_normal),
     Tensor.normal_: _fill(fill_normal),
-    Tensor.random_: _fill(fill_integers),
     Tensor.uniform_: _fill(fill_uniform),
-    init.uniform_: _init(fill_uniform),
-    init.normal_: _init(fill_normal),
 }
