@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import purecompose as pc
 from purecompose import compose, loop_events
-from purecompose.nn.attention import short_attention
+from purecompose.nn.kernels import short_attention
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

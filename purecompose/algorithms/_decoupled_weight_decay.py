@@ -6,9 +6,9 @@ from purecompose._support.messages import warn
 from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.checks import match_or_raise
+from purecompose.optim.base import match_or_raise
+from purecompose.optim.by_pattern import leaves, map_leaves, settings_of
 from purecompose.optim.decay import Decaying, DecayRule
-from purecompose.optim.nested import leaves, map_leaves, settings_of
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
 from purecompose.time.event import Event

@@ -12,7 +12,7 @@ from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
-from purecompose.optim.checks import match_or_raise
+from purecompose.optim.base import match_or_raise
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import Averages, with_weights
 from purecompose.time import Time, TimeLike, TimeUnit

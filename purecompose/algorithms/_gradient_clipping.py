@@ -12,7 +12,7 @@ from purecompose import tree
 from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.checks import match_or_raise, matched
+from purecompose.optim.base import match_or_raise, matched
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide

@@ -14,7 +14,7 @@ from purecompose.algorithms._parts.shared import Elapsed, reported
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.nn.model import Model
-from purecompose.optim.checks import match_or_raise, matched
+from purecompose.optim.base import match_or_raise, matched
 from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, after, on

@@ -12,8 +12,8 @@ from purecompose._support.messages import warn
 from purecompose.algorithms._parts.averages import Intervals, Period, Point, between, gone
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
+from purecompose.optim.by_pattern import map_leaves, settings_of, with_setting
 from purecompose.optim.guarded import all_finite
-from purecompose.optim.nested import map_leaves, settings_of, with_setting
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
 from purecompose.schedule.declared import Within, checked
 from purecompose.schedule.scalar import factors_of, known_part

@@ -21,7 +21,7 @@ from purecompose.core.layout import Layout
 from purecompose.core.loss import scalars_of
 from purecompose.losses import ModelLoss
 from purecompose.nn.model import Model
-from purecompose.optim.checks import match_or_raise, matched
+from purecompose.optim.base import match_or_raise, matched
 from purecompose.optim.protocol import carried
 from purecompose.schedule import Scalar, Schedule, collect
 from purecompose.time import Timestamp

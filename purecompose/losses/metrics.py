@@ -1,19 +1,22 @@
 """Metrics as three pure functions: `init` an accumulator, `update` it with a batch, `compute` the value.
 
 Accumulators hold a sum over examples and their number, so that a metric does not depend on how the examples
-were cut into batches. They stay on the device: nothing is read back before the caller reads the value.
+were cut into batches. They stay on the device: nothing is read back before the caller reads the value. Metrics of
+classes take outputs (N, C, ...); their targets are indices (N, ...), dense (N, C, ...) or a `Mixture`.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from purecompose._support.checks import check_whole
+from purecompose._support.functorch import has_values, is_transforming
 from purecompose.losses import (
     CrossEntropy,
     ModelLoss,
@@ -24,19 +27,308 @@ from purecompose.losses import (
     num_terms,
     share_of_mean,
 )
-from purecompose.losses.class_metrics import accuracy as accuracy, dice as dice, iou as iou, top_k as top_k
 from purecompose.losses.evaluation import check_pairs
-from purecompose.losses.metric import (
-    Device,
-    Mean as Mean,
-    Metric as Metric,
-    counting as counting,
-    init_mean,
-    is_lower_better as is_lower_better,
-    of_loss as of_loss,
-    read_by as read_by,
-)
-from purecompose.losses.targets import Mixture, num_examples as count_examples
+from purecompose.losses.targets import Mixture, check_classes, has_index_targets, num_examples as count_examples
+from purecompose.losses.terms import ignore_index_of
+
+
+Device = torch.device | str | None
+
+
+class Metric(NamedTuple):
+    """Three pure functions; the accumulator is any pytree of tensors.
+
+    Args:
+        init: `init(device) -> accumulator`, without any examples.
+        update: `update(accumulator, outputs, targets) -> accumulator`, with one more batch.
+        compute: `compute(accumulator) -> value`, 0-d; NaN without examples.
+
+    Example:
+        >>> from purecompose.losses.metrics import accuracy
+        >>> acc = accuracy.init()
+        >>> acc = accuracy.update(acc, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
+        >>> accuracy.compute(acc).item()
+        0.5
+    """
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+    compute: Callable[[Any], Any]
+    reads_batch: bool = False
+    """True if `update` takes the whole batch in place of the targets, as a model's own loss does."""
+    takes_logits: bool = False
+    """True if `update` takes logits (N, C, ...) and class indices, so that it also works for a model that computes its
+    own loss; see `of_loss`."""
+    takes_count: bool = False
+    """True if `update` also takes `num_examples`, the batch's number of examples."""
+    takes_loss: bool = False
+    """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
+    takes_ignore_index: bool = False
+    """True if `update` also takes `ignore_index`, the index that the state's loss leaves out; see `of_loss`."""
+    is_sum: bool = False
+    """True if accumulators add up: that of two batches is the sum, number by number, of what each adds to an empty one.
+    Several processes then measure a part each; otherwise each measures everything."""
+    higher_is_better: bool | None = None
+    """Whether higher values are better, for rules that stop, keep or rank; `None` if it is not known."""
+
+
+class Mean(NamedTuple):
+    """Accumulator of a mean, used by most metrics of this module."""
+
+    total: Tensor
+    """Sum so far, 0-d: int64 (exact) for accuracies, else float64, or float32 on devices without it."""
+    number: Tensor
+    """Number of examples or positions that counted so far, 0-d int64; floating if a loss weights them."""
+
+    def value(self) -> Tensor:
+        """Return total / number, 0-d float; NaN if nothing counted."""
+        return self.total / self.number
+
+
+def of_loss(metric: Metric, loss_fn: Any) -> Metric:
+    """Return the metric, adapted to the loss of a state.
+
+    A metric that ignores an index uses the `ignore_index` of the loss, unless it was given one. If the model computes
+    its own loss, a metric of logits reads the outputs' `logits` and the labels named by the loss.
+
+    Args:
+        metric: A metric; one that does neither is returned unchanged.
+        loss_fn: The state's loss. It declares the index as `ignore_index`: an attribute, or an argument of torch's
+            cross entropy and of functools.partial.
+
+    Example:
+        >>> from purecompose.losses import CrossEntropy
+        >>> from purecompose.losses.metrics import accuracy
+        >>> outputs, targets = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0, 0])
+        >>> metric = of_loss(accuracy, CrossEntropy(ignore_index=0))
+        >>> metric.compute(metric.update(metric.init(), outputs, targets)).item()
+        1.0
+        >>> metric, batch = of_loss(accuracy, ModelLoss(shift=1)), {"labels": torch.tensor([[0, 1, 1]])}
+        >>> outputs = {"logits": torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]])}
+        >>> metric.compute(metric.update(metric.init(), outputs, batch)).item()
+        0.5
+    """
+    inner = metric.update
+    ignore_index = ignore_index_of(loss_fn)
+    if metric.takes_ignore_index and ignore_index is not None:
+        inner = functools.partial(inner, ignore_index=ignore_index)
+    if not (metric.takes_logits and isinstance(loss_fn, ModelLoss)):
+        return metric._replace(update=inner)
+
+    def update(acc: Any, outputs: Any, given: Any, **options: Any) -> Any:
+        pair = (outputs, given) if isinstance(outputs, Tensor) else loss_fn.logits_and_labels(outputs, given)
+        return inner(acc, *pair, **options)
+
+    return metric._replace(update=update)
+
+
+def counting(metric: Metric, num_examples: int) -> Callable[..., Any]:
+    """Return a metric's `update` for a batch of `num_examples` examples.
+
+    Args:
+        metric: A metric.
+        num_examples: Number of examples in the batch.
+    """
+    return functools.partial(metric.update, num_examples=num_examples) if metric.takes_count else metric.update
+
+
+def read_by(metric: Metric, state: Any) -> Any:
+    """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
+    own loss, whose batches may have no target.
+
+    Args:
+        metric: A metric.
+        state: A state with a batch.
+    """
+    if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, ModelLoss)):
+        return state.batch
+    if not isinstance(state.context.loss, ModelLoss):
+        return state.targets
+    try:
+        targets = state.targets
+    except KeyError:
+        return state.batch
+    return state.batch if targets is None else targets
+
+
+def is_lower_better(name: str, metric: Metric | None = None) -> bool | None:
+    """Return whether lower values of a metric are better; `None` if this is not known.
+
+    A metric declares it by `higher_is_better`, as those of this module and of torchmetrics do. Without a declaration
+    the name decides if it is "loss", "error" or "accuracy".
+
+    Args:
+        name: Name of the metric, with or without a label before it.
+        metric: The metric, if it is at hand.
+
+    Example:
+        >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy"), is_lower_better("eval/rmse")
+        (True, False, None)
+    """
+    if metric is not None and metric.higher_is_better is not None:
+        return not metric.higher_is_better
+    return {"loss": True, "error": True, "accuracy": False}.get(name.rpartition("/")[2])
+
+
+def init_mean(device: Device = None) -> Mean:
+    """Return a mean of nothing so far.
+
+    Args:
+        device: Where its tensors are.
+    """
+    # In float32, further examples are rounded away after some millions; Apple's GPUs have no wider dtype.
+    is_mps = device is not None and torch.device(device).type == "mps"
+    total = torch.zeros((), dtype=torch.float32 if is_mps else torch.float64, device=device)
+    return Mean(total, torch.zeros((), dtype=torch.int64, device=device))
+
+
+def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the share of positions whose class is among the k with the highest outputs.
+
+    Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
+    the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
+    row of zeros do not count. The order of equal outputs is torch's. Several labels at a position, dense rows that add
+    up to more than 1, are an error, for which compiled steps and populations do not look; others wait for the device.
+
+    Args:
+        k: Number of guesses allowed, at least 1.
+        ignore_index: The target index to ignore; by default that of the state's loss, or -100.
+
+    Raises:
+        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes, or several labels (at
+            an update).
+
+    Example:
+        >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([1, 2]))).item()
+        0.5
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
+
+    def init(device: Device = None) -> Mean:
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        return Mean(none, none)
+
+    def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> Mean:
+        classes, counted = _classes("top_k", outputs, targets, ignore_index)
+        if outputs.shape[1] < k:
+            raise ValueError(
+                f"top_k: expected outputs (N, C, ...) with at least {k} classes, got shape {tuple(outputs.shape)}"
+            )
+        if k == 1:
+            hits = outputs.argmax(dim=1) == classes
+        else:
+            hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
+        return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
+
+    return _of_classes(Metric(init, update, Mean.value, is_sum=True, higher_is_better=True), ignore_index)
+
+
+def dice(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), averaged over the
+    classes that occur.
+
+    Sizes are counted over all examples together. Outputs and targets are as for `top_k`.
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: As for `top_k`.
+
+    Raises:
+        TypeError, ValueError: `num_classes` is not an integer of at least 2 (raised immediately), or the outputs have
+            another number of classes (at the first update).
+
+    Example:
+        >>> metric, outputs = dice(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
+        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item(), 4)
+        0.6667
+    """
+    return _overlap("dice", num_classes, ignore_index, lambda both, sizes: 2 * both / sizes)
+
+
+def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the intersection over union of the predicted classes, |P and T| / |P or T|, averaged over the
+    classes that occur.
+
+    Sizes are counted over all examples together. Outputs and targets are as for `top_k`; arguments and errors as for
+    `dice`.
+
+    Args:
+        num_classes: Number of classes, at least 2.
+        ignore_index: Class of positions to leave out.
+
+    Example:
+        >>> metric, outputs = iou(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
+        0.5
+    """
+    return _overlap("iou", num_classes, ignore_index, lambda both, sizes: both / (sizes - both))
+
+
+def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
+    """Return a metric of logits and classes, whose `update` takes `ignore_index`, with the given index if there is one.
+
+    Without one it is that of the state's loss.
+    """
+    update = metric.update
+    if ignore_index is not None:
+        update = functools.partial(update, ignore_index=ignore_index)
+    return metric._replace(update=update, takes_logits=True, takes_ignore_index=ignore_index is None)
+
+
+def _overlap(
+    name: str, num_classes: int, ignore_index: int | None, score: Callable[[Tensor, Tensor], Tensor]
+) -> Metric:
+    """Return the mean over classes of a score of |P and T| and |P| + |T|, which is NaN for an absent class."""
+    check_whole(num_classes, f"metrics.{name}: num_classes", 2)
+
+    def init(device: Device = None) -> tuple[Tensor, Tensor]:
+        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
+        return empty, empty
+
+    def update(
+        acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
+    ) -> tuple[Tensor, Tensor]:
+        classes, counted = _classes(name, outputs, targets, ignore_index)
+        if outputs.shape[1] != num_classes:
+            raise ValueError(
+                f"metrics.{name}: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}"
+            )
+        numbers = torch.arange(num_classes, device=outputs.device)
+        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
+        wanted = (classes[..., None] == numbers) & counted[..., None]
+        both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
+        return acc[0] + both, acc[1] + sizes
+
+    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
+        return score(*acc).nanmean()
+
+    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True), ignore_index)
+
+
+def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the class of each position and whether it counts, both (N, ...), for the metric of this name."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor | Mixture):
+        first = next(iter(outputs), 0) if isinstance(outputs, Mapping) else 0
+        raise TypeError(
+            "a metric of classes expects outputs and targets as tensors, got "
+            f"{type(outputs).__name__} and {type(targets).__name__}; pick them by a function, such as "
+            f"{{'accuracy': lambda outputs, targets: outputs[{first!r}].argmax(1) == targets}}"
+        )
+    check_classes(outputs, f"metrics.{name}")
+    may_read = not (isinstance(targets, Mixture) or torch.compiler.is_compiling() or is_transforming())
+    if isinstance(targets, Mixture):
+        targets = targets.soft(outputs, ignore_index=ignore_index)
+    if has_index_targets(outputs, targets):
+        return targets, (targets >= 0) & (targets != ignore_index)
+    if may_read and has_values(targets) and bool((targets.sum(dim=1) > 1 + 1e-3).any()):
+        raise ValueError(
+            f"metrics.{name}: expected one class for each position, got dense targets of several: count each of them, "
+            "as by `lambda outputs, targets: (outputs > 0) == targets`, or only examples in which all are right, "
+            "`((outputs > 0) == targets).all(1)`"
+        )
+    return targets.argmax(dim=1), targets.any(dim=1)
 
 
 def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
@@ -266,3 +558,7 @@ def _check_values(fn: object, values: object, count: int) -> None:
             f"{tuple(values.shape)}; keep the batch dim first or average over it; to leave examples out, write a "
             "Metric(init, update, compute), whose accumulator counts those that it includes"
         )
+
+
+accuracy: Metric = top_k(1)  # made last, with all that it needs
+"""The share of examples whose target has the highest output; `top_k(1)`."""

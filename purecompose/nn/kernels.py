@@ -4,6 +4,9 @@ Batch normalisation over a batch of which several processes compute a part each:
 of its own values. From them two numbers for each channel follow. Their sums over the processes give the statistics of
 the whole batch, by which all normalise, and which update the running statistics as in one process. The backward pass
 adds up two numbers for each channel, too.
+
+Attention of short sequences in half precision: torch's fused kernel for the CPU never stores the attention weights,
+which saves memory on long sequences; on short ones its products are too small to be efficient, especially backward.
 """
 
 import sys
@@ -22,7 +25,6 @@ from purecompose._support.device import without_onednn
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.shards import local
-from purecompose.nn.attention import short_attention
 from purecompose.nn.differentiable import normalize, plain_operations, replaces_functions, wants_plain
 from purecompose.nn.keyed.layers import past_dispatch
 from purecompose.nn.keyed.scope import shared_batch
@@ -221,6 +223,59 @@ class _Attention(TorchFunctionMode):
     def _cast(self, value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
         return value.to(self._dtype) if is_float else value
+
+
+MAX_LENGTH = 256
+"""The greatest number of queries and of keys. Up to it products take 0.44 to 0.63 of the kernel's time in float32
+forward, and 0.33 to 0.37 backward (`benchmarks/bf16.py`, EPYC with avx512_bf16)."""
+
+
+def short_attention(
+    dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return `F.scaled_dot_product_attention` in a dtype, or `None` for what it does not compute: long sequences,
+    masks, dropout, groups of queries, and tensors that are not of a floating dtype up to float32.
+
+    Scores and weights are rounded to the dtype; the softmax is computed in float32.
+
+    Args:
+        dtype: bfloat16 or float16.
+        query: Shape (N, ..., L, D).
+        key: Shape (N, ..., S, D).
+        value: Shape (N, ..., S, E).
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: As in torch's function.
+
+    Returns:
+        Shape (N, ..., L, E), of the given dtype, its dimensions ordered in memory as those of the query, as by torch's
+        kernel; or `None`.
+    """
+    tensors = (query, key, value)
+    if attn_mask is not None or dropout_p or enable_gqa or any(x.is_nested for x in tensors):
+        return None
+    if any(not x.is_floating_point() or x.dtype is torch.float64 for x in tensors):
+        return None
+    batch_shape, (num_queries, width), num_keys = query.shape[:-2], query.shape[-2:], key.shape[-2]
+    if not batch_shape or max(num_queries, num_keys) > MAX_LENGTH or not query.numel() or not value.numel():
+        return None
+    if key.shape[:-2] != batch_shape or value.shape[:-2] != batch_shape:
+        return None
+    are_heads_inside = query.ndim == 4 and query.stride(1) < query.stride(2)  # a view of (N, L, H, D)
+    query, key, value = (x.to(dtype).flatten(0, -3) for x in tensors)
+    bias = query.new_zeros(())
+    if is_causal:
+        bias = query.new_full((num_queries, num_keys), float("-inf")).triu(1)
+    scores = torch.baddbmm(bias, query, key.mT, alpha=width**-0.5 if scale is None else scale)
+    result = torch.bmm(scores.softmax(-1), value).unflatten(0, batch_shape)
+    return result.transpose(1, 2).contiguous().transpose(1, 2) if are_heads_inside else result
 
 
 class SharedBatchNorms(TorchFunctionMode):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import suggests_keywords
-from purecompose.optim.base import ByGroup, Value, read, wide_dtype
-from purecompose.optim.checks import Betas, Constant, GivenGroups, Rate
+from purecompose.optim.base import Betas, ByGroup, Constant, GivenGroups, Rate, Value, read, wide_dtype
 from purecompose.optim.decay import Decay, decayed, shrinkage
 from purecompose.optim.fused import adam as fused_adam, can_fuse
 from purecompose.optim.lists import increment, lerp, maximum, multiply, root_plus, subtract_ratio, unbound

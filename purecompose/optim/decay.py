@@ -10,10 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from purecompose._support.shards import local, place_of, placed
-from purecompose.optim.base import ByGroup, Optimizer, Value, can_move, cells, read
-from purecompose.optim.checks import matched
+from purecompose.optim.base import ByGroup, Optimizer, Value, can_move, cells, matched, read
+from purecompose.optim.by_pattern import leaves, settings_of
 from purecompose.optim.lists import add
-from purecompose.optim.nested import leaves, settings_of
 from purecompose.schedule import Scalar, Schedule, number
 from purecompose.schedule.scalar import factors_of
 

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._support.checks import suggests_keywords
-from purecompose.optim.base import ByGroup, Value, read
-from purecompose.optim.checks import Betas, GivenGroups, Rate
+from purecompose.optim.base import Betas, ByGroup, GivenGroups, Rate, Value, read
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, lerp, sign
 from purecompose.schedule import Scalar

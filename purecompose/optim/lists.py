@@ -16,7 +16,8 @@ dtype and converted back.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,18 +68,21 @@ def increment(xs: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_add(xs, 1)) if is_plain() else [x + 1 for x in xs]
 
 
+def _each(kernel: Any, plain: Callable[..., Tensor], xs: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
+    """Return a function of each row of tensors, in one of the two forms."""
+    if is_plain():
+        return list(kernel(xs, *others))
+    return [plain(*row) for row in zip(xs, *others, strict=True)]
+
+
 def multiply(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     """Return x * y; y may be 0-d, of any dtype."""
-    if not is_plain():
-        return _kept([x * y for x, y in zip(xs, ys, strict=True)], xs)
-    return _kept(torch._foreach_mul(xs, ys), xs)
+    return _kept(_each(torch._foreach_mul, torch.mul, xs, ys), xs)
 
 
 def divide(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     """Return x / y; y may be 0-d, of any dtype."""
-    if not is_plain():
-        return _kept([x / y for x, y in zip(xs, ys, strict=True)], xs)
-    return _kept(torch._foreach_div(xs, ys), xs)
+    return _kept(_each(torch._foreach_div, torch.div, xs, ys), xs)
 
 
 def lerp(xs: list[Tensor], ys: list[Tensor], weight: float | Tensor) -> list[Tensor]:
@@ -93,9 +97,7 @@ def lerp(xs: list[Tensor], ys: list[Tensor], weight: float | Tensor) -> list[Ten
 
 def maximum(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     """Return the larger of x and y, element by element."""
-    if not is_plain():
-        return [torch.maximum(x, y) for x, y in zip(xs, ys, strict=True)]
-    return list(torch._foreach_maximum(xs, ys))
+    return _each(torch._foreach_maximum, torch.maximum, xs, ys)
 
 
 def clamp_min(xs: list[Tensor], floor: float) -> list[Tensor]:
@@ -107,9 +109,7 @@ def clamp_min(xs: list[Tensor], floor: float) -> list[Tensor]:
 
 def sign(xs: list[Tensor]) -> list[Tensor]:
     """Return -1, 0 or 1 for each element, with derivative 0."""
-    if not is_plain():
-        return [torch.sign(x) for x in xs]
-    return list(torch._foreach_sign(xs))
+    return _each(torch._foreach_sign, torch.sign, xs)
 
 
 def mean_squares(xs: list[Tensor], dtype: torch.dtype) -> Tensor:

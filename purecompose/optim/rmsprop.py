@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._support.checks import suggests_keywords
-from purecompose.optim.base import ByGroup, Value, read
-from purecompose.optim.checks import Constant, GivenGroups, Rate, Share
+from purecompose.optim.base import ByGroup, Constant, GivenGroups, Rate, Share, Value, read
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, clamp_min, divide, lerp, multiply, root_plus
 from purecompose.schedule import Scalar

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import suggests_keywords
-from purecompose.optim.base import ByGroup, Value, read, wide_dtype
-from purecompose.optim.checks import GivenGroups, Rate
+from purecompose.optim.base import ByGroup, GivenGroups, Rate, Value, read, wide_dtype
 from purecompose.optim.decay import Decay, decayed
 from purecompose.optim.lists import add, increment, multiply, unbound
 from purecompose.schedule import Scalar

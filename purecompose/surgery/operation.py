@@ -16,8 +16,7 @@ from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.nn.model import Model, from_module
 from purecompose.optim.base import ByGroup, cells
-from purecompose.optim.by_pattern import ByPattern
-from purecompose.optim.nested import map_leaves
+from purecompose.optim.by_pattern import ByPattern, map_leaves
 from purecompose.optim.protocol import carried
 from purecompose.random.keys import as_rng
 from purecompose.surgery.visiting import (

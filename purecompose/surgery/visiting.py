@@ -19,7 +19,7 @@ from purecompose._support.device import building
 from purecompose._support.messages import warn
 from purecompose._support.writes import WriteGuard, memory_of
 from purecompose.nn.splitting import OWN, places
-from purecompose.optim.checks import match_or_raise, matched
+from purecompose.optim.base import match_or_raise, matched
 
 
 class Snapshot:

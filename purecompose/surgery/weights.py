@@ -15,7 +15,7 @@ from purecompose.core.state import State, check_single
 from purecompose.data.loaders import fixed_batches
 from purecompose.nn import model as models
 from purecompose.nn.layers.norms import GhostBatchNorm
-from purecompose.optim.checks import matched
+from purecompose.optim.base import matched
 
 
 class Averages(NamedTuple):

@@ -14,7 +14,7 @@ from purecompose.core.means import has_mean
 from purecompose.core.ranks import Ranks, scaled, scaled_with_statistics
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
-from purecompose.optim.checks import matched
+from purecompose.optim.base import matched
 from purecompose.transforms.rank_checks import digest
 
 

@@ -18,7 +18,7 @@ from purecompose.algorithms.images.primitives import check_augmentation_set
 from purecompose.nn import layers
 from purecompose.nn.layers._forms import check_latent
 from purecompose.optim.adafactor import _checked_eps
-from purecompose.optim.checks import checked_betas
+from purecompose.optim.base import checked_betas
 from purecompose.optim.muon import _checked_coefficients
 from purecompose.schedule import Hparam, hparam, linear
 from purecompose.schedule.declared import Within, checks_of, declarations

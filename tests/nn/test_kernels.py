@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import purecompose as pc
 from purecompose import State, compose, loop_events, losses, optim
 from purecompose._support.scopes import NOTHING
-from purecompose.nn.attention import short_attention
-from purecompose.nn.kernels import kernels
+from purecompose.nn.kernels import kernels, short_attention
 
 
 BATCH = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])

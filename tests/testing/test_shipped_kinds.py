@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from purecompose import Algorithm, Event, State, Step, compose, loop_events, losses, on, tree
 from purecompose.nn.model import STATISTICS
-from purecompose.optim.checks import matched
+from purecompose.optim.base import matched
 from purecompose.testing import SHIPPED, TASKS, Status, Subject, Task, check
 from purecompose.testing.ranks import played
 from purecompose.testing.shipped import Row

@@ -19,7 +19,7 @@ from purecompose.core.context import Static, memory_for
 from purecompose.core.state import State, fields_where
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.nn.model import Model
-from purecompose.optim.checks import match_or_raise, matched
+from purecompose.optim.base import match_or_raise, matched
 from purecompose.run.saving.files import Index
 from purecompose.run.saving.leaves import Spec, leaves_of, mismatches
 from purecompose.schedule import Hparam, collect
