@@ -291,24 +291,6 @@ def batches(num: int) -> list[tuple[Tensor, Tensor]]:
 SCHEDULED = optim.from_torch(torch.optim.NAdam, lr=hparam("lr", 0.05) * cosine(), groups={"*.bias": {"lr": 0.01}})
 
 
-def test_a_run_equals_the_usual_torch_loop():
-    step, state = pc.compose(pc.loop_events), make_state(SCHEDULED)
-    net = pc.to_module(state)
-    weights, biases = [p for p in net.parameters() if p.ndim == 2], [p for p in net.parameters() if p.ndim == 1]
-    reference = torch.optim.NAdam([{"params": weights}, {"params": biases, "lr": 0.01}], lr=0.05)
-    state = step.init(state)
-    for batch in batches(8):
-        # The hparam is a float32, the cosine a float64, and the class gets their product.
-        reference.param_groups[0]["lr"] = float(torch.tensor(0.05) * cosine()(state.timestamp))
-        state = step(state, batch)
-        reference.zero_grad()
-        nn.functional.cross_entropy(net(batch[0]), batch[1]).backward()
-        reference.step()
-        torch.testing.assert_close(
-            state.params, {k: p.detach() for k, p in net.named_parameters()}, rtol=1e-5, atol=1e-6
-        )
-
-
 @pytest.mark.parametrize("kind", ["ASGD", "Rprop", "RAdam", "Adagrad", "SGD dampening"])
 def test_a_run_is_cut_and_resumed_to_the_same_bits(kind: str, tmp_path):
     step = pc.compose(pc.loop_events)
@@ -335,15 +317,3 @@ def test_a_compiled_step_and_a_population_are_errors_with_a_remedy():
         pc.population(step, 2)(pc.stack_states([state, state]), batch)
     with pytest.raises(RuntimeError, match="nor differentiated"):
         step(state.replace(hparams={"lr": torch.tensor(0.1, requires_grad=True)}), batch)
-
-
-def test_surgery_keeps_the_optimizer_state():
-    step = pc.compose(pc.loop_events)
-    state = step(step.init(make_state(ours("Adamax"))), batches(1)[0])
-    smaller = pc.compose(pc.loop_events, [pc.algorithms.factorize(latent_features=2, min_features=4)]).init(state)
-    made = ["0.first.weight", "0.second.weight"]
-    assert [name for name, started in smaller.opt_state["started"].items() if not started] == made
-    kept = [name for name in smaller.params if name in state.params]
-    assert kept and all(torch.equal(smaller.opt_state["exp_inf"][n], state.opt_state["exp_inf"][n]) for n in kept)
-    after = step(smaller, batches(2)[1])
-    assert all(after.opt_state["started"].values())
