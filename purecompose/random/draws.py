@@ -316,14 +316,12 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
     return torch.sort(drawn(rng, n, torch.int64, "permutation"), stable=True).indices
 
 
-def choice(
-    key: Tensor | Rng, n: int, k: int, p: Tensor | Sequence[float] | None = None, *, replace: bool = False
-) -> Tensor:
-    """Choose `k` of `n` positions, in the order of drawing.
+def choice(key: Tensor | Rng, n: int, k: int, p: Tensor | Sequence[float] | None = None) -> Tensor:
+    """Choose `k` of `n` positions without replacement, in the order of drawing.
 
-    Without replacement, position i arrives after an exponential time of rate `p[i]` and the first k are
-    taken, which has the same distribution as drawing one by one with renormalised weights. A position of weight 0
-    comes last, and is taken only if there are fewer than `k` others (with replacement: never).
+    Position i arrives after an exponential time of rate `p[i]` and the first k are taken, which has the same
+    distribution as drawing one by one with renormalised weights. A position of weight 0 comes last, and is taken only
+    if there are fewer than `k` others.
 
     Args:
         key: A key or an `Rng`; the examples of one of several are ignored.
@@ -332,7 +330,6 @@ def choice(
         p: Weights of the positions, of length n, not negative, with any sum; None for equal weights. A tensor's
             values are not checked. With weights the draw computes logarithms, and in rare cases may differ between
             devices.
-        replace: True if a position may be drawn again.
 
     Returns:
         int64 of shape (k,), positions in [0, n).
@@ -348,20 +345,14 @@ def choice(
     """
     _check_size(n, "choice: n")
     _check_size(k, "choice: k")
-    if (k > n and not replace) or (k > 0 and n == 0):
-        raise ValueError(
-            f"choice: cannot choose k={k} of n={n} positions; choose fewer, or use replace=True with n > 0"
-        )
+    if k > n:
+        raise ValueError(f"choice: cannot choose k={k} of n={n} positions; choose fewer, or draw by randint")
     rng = _for_all(as_rng(key, "choice"))
     if p is None:
-        return randint(rng, k, 0, max(n, 1)) if replace else permutation(rng, n)[:k]
-    weights = _weights(p, n, k, replace, rng.key.device)
-    if not replace:
-        units = open_unit(rng, n, torch.float64, "choice", wide=torch.float64)
-        return torch.sort(-torch.log(units) / weights, stable=True).indices[:k]
-    totals = weights.cumsum(0)
-    units = uniform(rng, k, dtype=torch.float64)
-    return torch.searchsorted(totals, units * totals[-1:], right=True).clamp(max=n - 1)
+        return permutation(rng, n)[:k]
+    weights = _weights(p, n, k, rng.key.device)
+    units = open_unit(rng, n, torch.float64, "choice", wide=torch.float64)
+    return torch.sort(-torch.log(units) / weights, stable=True).indices[:k]
 
 
 def _for_all(rng: Rng) -> Rng:
@@ -369,13 +360,13 @@ def _for_all(rng: Rng) -> Rng:
     return rng.per_example(None) if rng.examples is not None and rng.examples.ndim > 1 else rng
 
 
-def _weights(p: Tensor | Sequence[float], n: int, k: int, replace: bool, device: torch.device) -> Tensor:
+def _weights(p: Tensor | Sequence[float], n: int, k: int, device: torch.device) -> Tensor:
     if not isinstance(p, Tensor):
         values = [float(weight) for weight in p]
         if not all(0 <= weight < math.inf for weight in values):
             raise ValueError(f"choice: expected finite weights >= 0, got p={p}")
         positive = sum(weight > 0 for weight in values)
-        if len(values) == n and positive < (min(k, 1) if replace else k):
+        if len(values) == n and positive < k:
             raise ValueError(f"choice: cannot choose k={k}, only {positive} of the weights are above 0")
         weights = constants(values, torch.float64, device)
     else:

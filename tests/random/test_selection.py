@@ -102,37 +102,26 @@ def test_weights_may_have_any_scale() -> None:
 def test_weight_zero_is_never_chosen() -> None:
     keys = split(key(7), 500)
     assert (torch.func.vmap(lambda k: choice(k, 5, 4, WEIGHTS))(keys) != 2).all()
-    assert (choice(key(7), 5, 5000, WEIGHTS, replace=True) != 2).all()
     # A tensor's values are not checked: the position of weight 0 comes last.
     assert choice(key(7), 5, 5, WEIGHTS)[-1] == 2
 
 
-def test_choice_with_replacement() -> None:
-    equal = torch.bincount(choice(key(8), 7, 7000, replace=True), minlength=7)
-    assert stats.chisquare(equal.numpy()).pvalue > LEAST_P
-    weighted = torch.bincount(choice(key(8), 5, 5000, WEIGHTS, replace=True), minlength=5)
-    present = [0, 1, 3, 4]
-    assert stats.chisquare(weighted[present].numpy(), 500 * WEIGHTS[present].numpy()).pvalue > LEAST_P
-
-
 @pytest.mark.parametrize(
-    ("n", "k", "p", "replace", "message"),
+    ("n", "k", "p", "message"),
     [
-        (3, 4, None, False, "k=4 of n=3"),
-        (0, 1, None, True, "k=1 of n=0"),
-        (-1, 0, None, False, "choice: n"),
-        (3, -1, None, False, "choice: k"),
-        (3, 2, [1.0, -1.0, 1.0], False, "finite weights >= 0"),
-        (3, 2, [1.0, math.nan, 1.0], False, "finite weights >= 0"),
-        (3, 2, [1.0, 0.0, 0.0], False, "only 1 of the weights"),
-        (3, 2, [0.0, 0.0, 0.0], True, "only 0 of the weights"),
-        (3, 2, [1.0, 1.0], False, r"expected 3 weights.*\(2,\)"),
-        (3, 2, torch.ones(4), False, r"expected 3 weights.*\(4,\)"),
+        (3, 4, None, "k=4 of n=3"),
+        (-1, 0, None, "choice: n"),
+        (3, -1, None, "choice: k"),
+        (3, 2, [1.0, -1.0, 1.0], "finite weights >= 0"),
+        (3, 2, [1.0, math.nan, 1.0], "finite weights >= 0"),
+        (3, 2, [1.0, 0.0, 0.0], "only 1 of the weights"),
+        (3, 2, [1.0, 1.0], r"expected 3 weights.*\(2,\)"),
+        (3, 2, torch.ones(4), r"expected 3 weights.*\(4,\)"),
     ],
 )
-def test_choice_checks_its_arguments(n: int, k: int, p: object, replace: bool, message: str) -> None:
+def test_choice_checks_its_arguments(n: int, k: int, p: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        choice(key(0), n, k, p, replace=replace)  # type: ignore[arg-type]
+        choice(key(0), n, k, p)  # type: ignore[arg-type]
 
 
 def test_sizes_are_ints() -> None:

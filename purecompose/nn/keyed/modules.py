@@ -17,8 +17,8 @@ leading dimension is a multiple of n by chance is drawn per example as well.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -126,8 +126,7 @@ def _is_idle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(name in given and given[name] == 0 for name in rates)
 
 
-@contextmanager
-def detect() -> Iterator[Detector]:
+def detect() -> Detector:
     """Return a scope in which an operation that would draw from a generator raises an error with its name instead.
 
     It intercepts the operations that torch tags as seeded, below the level of Python, so it detects what `keyed`
@@ -142,8 +141,7 @@ def detect() -> Iterator[Detector]:
         Traceback (most recent call last):
         purecompose.errors.UnkeyedRandomError: `torch.rand` ... would draw from a generator (aten.rand.def...
     """
-    with Detector() as detector:
-        yield detector
+    return Detector()
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
