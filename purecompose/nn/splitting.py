@@ -305,10 +305,6 @@ def _kept(value: Any, seen: set[int], how: str = "") -> Iterator[tuple[Any, str]
         how, inside = "function", [place.value for place in found]
     elif isinstance(value, weakref.ReferenceType):
         how, inside = "weak reference", [value()]
-    elif isinstance(value, (weakref.WeakSet, weakref.WeakKeyDictionary)):
-        how, inside = "weak reference", list(value)
-    elif isinstance(value, weakref.WeakValueDictionary):
-        how, inside = "weak reference", list(value.values())
     elif isinstance(value, types.MethodType):
         inside = [value.__func__, value.__self__]
     elif isinstance(value, functools.partial):

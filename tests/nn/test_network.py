@@ -29,15 +29,6 @@ class Net(nn.Module):
 # Parameters
 
 
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.e, self.last = nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.e(x.long().abs() % 5).mean(1))
-
-
 class Clamping(Net):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -48,16 +39,6 @@ class Clamping(Net):
 class ThroughData(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.last.weight.data[0].mul_(0.5)
-        return super().forward(x)
-
-
-class Frozen(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last.bias.add_(1.0)
         return super().forward(x)
 
 
@@ -73,23 +54,10 @@ class Momentum(Net):
         return self.last(x) + self.slow(x)
 
 
-class Transposing(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        self.last.weight.data = self.last.weight.data.flip(0).contiguous()
-        return super().forward(F.dropout(x, 0.5))
-
-
 class Replacing(Net):
     def forward(self, x: Tensor) -> Tensor:
         outputs = super().forward(x)
         self.last.weight = nn.Parameter(0.5 * self.last.weight.detach())
-        return outputs
-
-
-class Deleting(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = super().forward(x)
-        del self.last.weight
         return outputs
 
 
@@ -100,14 +68,10 @@ class Freezing(Net):
 
 
 WRITING = [
-    (Embedded, "e.weight"),
     (Clamping, "last.weight"),
     (ThroughData, "last.weight"),
-    (Frozen, "last.bias"),
     (Momentum, "slow.weight"),
-    (Transposing, "last.weight"),
     (Replacing, "last.weight"),
-    (Deleting, "last.weight"),
     (Freezing, "last.weight"),
 ]
 
