@@ -32,7 +32,7 @@ from purecompose.losses.targets import Mixture, check_classes, has_index_targets
 from purecompose.losses.terms import ignore_index_of
 
 
-Device = torch.device | str | None
+_Device = torch.device | str | None
 
 
 class Metric(NamedTuple):
@@ -170,7 +170,7 @@ def is_lower_better(name: str, metric: Metric | None = None) -> bool | None:
     return {"loss": True, "error": True, "accuracy": False}.get(name.rpartition("/")[2])
 
 
-def init_mean(device: Device = None) -> Mean:
+def _init_mean(device: _Device = None) -> Mean:
     """Return a mean of nothing so far.
 
     Args:
@@ -206,7 +206,7 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
 
-    def init(device: Device = None) -> Mean:
+    def init(device: _Device = None) -> Mean:
         none = torch.zeros((), dtype=torch.int64, device=device)
         return Mean(none, none)
 
@@ -283,7 +283,7 @@ def _overlap(
     """Return the mean over classes of a score of |P and T| and |P| + |T|, which is NaN for an absent class."""
     check_whole(num_classes, f"metrics.{name}: num_classes", 2)
 
-    def init(device: Device = None) -> tuple[Tensor, Tensor]:
+    def init(device: _Device = None) -> tuple[Tensor, Tensor]:
         empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
         return empty, empty
 
@@ -365,7 +365,7 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
-    return _sum_of(init_mean, update, Mean.value, reads_batch, takes_logits, higher_is_better=False)
+    return _sum_of(_init_mean, update, Mean.value, reads_batch, takes_logits, higher_is_better=False)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
@@ -429,7 +429,7 @@ def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | 
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
 
-    return _sum_of(init_mean, update, Mean.value, takes_ignore_index=True, higher_is_better=higher_is_better)
+    return _sum_of(_init_mean, update, Mean.value, takes_ignore_index=True, higher_is_better=higher_is_better)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
@@ -498,7 +498,7 @@ def from_torchmetrics(metric: Any) -> Metric:
             setattr(worker, name, list(value) if isinstance(value, list) else value.clone())
         return worker
 
-    def init(device: Device = None) -> dict[str, Any]:
+    def init(device: _Device = None) -> dict[str, Any]:
         fresh = copy.deepcopy(blank)
         return dict((fresh if device is None else fresh.to(device)).metric_state)
 
@@ -536,7 +536,7 @@ def _with_parts(
     check_pairs(loss_fn, outputs, targets)
     terms, found = num_terms(loss_fn, outputs, targets, num_examples), dict(acc)
     for name, value in {"": loss, **parts}.items():
-        total, number = acc.get(name) or init_mean(loss.device)
+        total, number = acc.get(name) or _init_mean(loss.device)
         # With a total of 1 the share is value * terms, or zero if nothing in the batch counts.
         found[name] = Mean(total + share_of_mean(value.detach().to(total.dtype), terms, 1), number + terms)
     return found

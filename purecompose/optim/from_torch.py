@@ -198,9 +198,10 @@ class FromTorch(ByGroup):
         is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if is_transforming() or is_traced or is_differentiated:
             raise RuntimeError(
-                f"{self.called}: a torch optimizer writes into its memory, so its update can be neither traced (as by "
-                "compile), mapped (as in a population) nor differentiated: leave the step uncompiled, train members "
-                "one by one, call it within torch.no_grad(), or use an optimizer of purecompose.optim, such as adamw"
+                f"{self.called}: a torch optimizer writes into its memory, so its update can be neither traced (by "
+                "compile: a FakeTensor has no values), mapped (as in a population) nor differentiated: leave the step "
+                "uncompiled, train members one by one, call it within torch.no_grad(), or use an optimizer of "
+                "purecompose.optim, such as adamw"
             )
 
 

@@ -305,14 +305,6 @@ def test_a_block_without_an_activation_is_refused() -> None:
         surgery.replace(model, gated_linear_units_rules(), params, buffers, key=pc.random.key(0))
 
 
-@pytest.mark.parametrize("width", [0, 2.5])
-def test_sizes_of_a_unit_are_checked(width: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="GatedLinearUnit: width: expected an int"):
-        GatedLinearUnit(4, width, nn.ReLU())
-    with pytest.raises(TypeError, match="act: expected a module or a function"):
-        GatedLinearUnit(4, 6, nn.ReLU)  # pyright: ignore[reportArgumentType]
-
-
 def test_a_module_as_activation_is_a_setting() -> None:
     own = pc.algorithms.gated_linear_units(nn.SiLU())
     assert isinstance(own.config["act_fn"], nn.SiLU) and own != pc.algorithms.gated_linear_units()

@@ -494,8 +494,8 @@ def test_third_derivatives_outside_of_steps_equal_differences(norm: str) -> None
 def test_a_population_takes_the_same_derivatives_or_none(norm: str) -> None:
     program, state = physics(norm, "network")
     step, pair = population(compose(program), 2), stack_states([state, state])
-    if norm != "GroupNorm":
-        with pytest.raises(RuntimeError, match="torch.func.grad, or step|must implement either the backward"):
+    if norm not in ("GroupNorm", "attention"):
+        with pytest.raises(RuntimeError, match="torch.func.grad, or step"):
             step(pair, (INPUTS, TARGETS))
         return
     found, wanted = step(pair, (INPUTS, TARGETS)).params, compose(program)(state, (INPUTS, TARGETS)).params

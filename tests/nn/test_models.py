@@ -140,7 +140,7 @@ def test_unknown_name_lists_the_known_and_the_closest():
         (
             "cnn",
             {"widht": 3},
-            r"cnn has no option 'widht'; did you mean 'width'\? its options are cnn\(width=16, dropout=0.0, ",
+            r"cnn has no option 'widht'; did you mean 'width'\? its options are cnn\(width=16, dropout=0.0\)",
         ),
         (
             "mlp",
@@ -177,7 +177,7 @@ def test_a_description_contains_the_defaults():
             r"cnn: .* at least 4x4, got \(1, 3, 8\)",
         ),
         (lambda: models.build("mlp", in_shape=(1, 0), num_classes=2, seed=0), r"in_shape\[1\]"),
-        (lambda: models.gpt(4, 4, width=6, num_heads=4), r"gpt: width=6 is not a multiple of num_heads=4"),
+        (lambda: models.gpt(4, 4, width=6, num_heads=4), "width=6 is not a multiple of num_heads=4"),
         (lambda: models.gpt(4, 4)(torch.zeros(2, 5, dtype=torch.int64)), r"at most 4 positions, got 5"),
         (
             lambda: models.gpt(4, 4)(torch.zeros(2, 4)),
@@ -192,7 +192,7 @@ def test_a_description_contains_the_defaults():
         (lambda: models.vit((3, 8, 9), 4), r"vit: patch_size=4 does not divide images of 8x9"),
         (
             lambda: models.vit((3, 8, 8), 4, pool="max"),  # pyright: ignore[reportArgumentType]
-            r"vit: pool: expected one of 'token', 'mean', got 'max' \(str\)",
+            r"vit: pool: expected 'token' or 'mean', got 'max' \(str\)",
         ),
         (lambda: models.vit((3, 8, 8), 4)(torch.zeros(1, 3, 4, 4)), r"vit: expected images of 8x8, .* got 4x4; resize"),
     ],

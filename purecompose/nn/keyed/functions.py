@@ -133,7 +133,8 @@ def _make(
     **others: Any,
 ) -> Tensor:
     """Return a new tensor from `fill(rng, shape, dtype)`, with the options of torch's factory functions."""
-    if rare := [name for name, value in others.items() if value not in (None, False, torch.strided)]:
+    plain = (None, False, torch.strided)
+    if rare := [name for name, value in others.items() if not any(value is one for one in plain)]:
         raise unkeyed(func, f"has no keyed form with {', '.join(rare)}=", "Make a plain tensor, and convert it.")
     dtype = dtype or torch.get_default_dtype()
     device = torch.get_default_device() if device is None else torch.device(device)
