@@ -137,17 +137,6 @@ def test_empty_and_scalar_shapes(draw: Callable[..., Tensor]) -> None:
     assert draw(key(0), torch.Size([2, 3])).shape == (2, 3)
 
 
-@each_draw
-def test_wrong_shapes_are_named(draw: Callable[..., Tensor]) -> None:
-    with pytest.raises(ValueError, match="sizes >= 0"):
-        draw(key(0), (2, -1))
-    for wrong in (2.0, (2, 1.0), True, "3"):
-        with pytest.raises(TypeError, match="expected a shape"):
-            draw(key(0), wrong)
-    with pytest.raises(ValueError, match=r"number of examples, 3, got shape \(4, 2\)"):
-        draw(Rng(key(0)).per_example(torch.arange(3)), (4, 2))
-
-
 # Uniform.
 
 
@@ -246,28 +235,6 @@ def test_greatest_below_is_the_next_float32(bound: float) -> None:
     assert _greatest_below(bound, torch.float32) == expected
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "dtype", "message"),
-    [
-        (1.0, 1.0, torch.float32, "low < high"),
-        (math.nan, 1.0, torch.float32, "low < high"),
-        (0.0, math.inf, torch.float64, "range of torch.float64"),
-        (0.0, 1e5, torch.float16, "range of torch.float16"),
-        (-3e38, 3e38, torch.float32, "range of torch.float32"),
-        (1.0001, 1.0002, torch.bfloat16, "no torch.bfloat16 number"),
-    ],
-)
-def test_uniform_bounds_are_checked(low: float, high: float, dtype: torch.dtype, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        uniform(key(0), 2, low=low, high=high, dtype=dtype)
-
-
-@pytest.mark.parametrize("draw", [uniform, normal])
-def test_dtypes_are_floats(draw: Callable[..., Tensor]) -> None:
-    with pytest.raises(TypeError, match=r"expected a dtype of .* got torch\.int64"):
-        draw(key(0), 2, dtype=torch.int64)
-
-
 # Normal.
 
 
@@ -291,11 +258,6 @@ def test_normal_takes_tensors_and_lets_gradients_through() -> None:
     grad_mean, grad_std = torch.autograd.grad(draw.sum(), (mean, std))
     assert grad_mean.tolist() == [4.0, 4.0, 4.0]
     torch.testing.assert_close(grad_std, standard.sum())
-
-
-def test_normal_refuses_a_negative_std() -> None:
-    with pytest.raises(ValueError, match="std >= 0, got -1"):
-        normal(key(0), 2, std=-1)
 
 
 # Bernoulli and integers.
@@ -331,12 +293,6 @@ def test_bernoulli_of_a_tensor_is_that_of_its_numbers(dtype: torch.dtype) -> Non
     assert torch.equal(bernoulli(key(1), p, (3, 11))[0], expected)
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.1, math.nan])
-def test_bernoulli_checks_numbers(p: float) -> None:
-    with pytest.raises(ValueError, match=r"probability in \[0, 1\]"):
-        bernoulli(key(0), p, 2)
-
-
 def test_randint_distribution() -> None:
     draw = randint(key(8), 21_000, -3, 18)
     assert draw.dtype == torch.int64
@@ -364,9 +320,3 @@ def test_randint_takes_a_range_per_element() -> None:
     draw = randint(key(0), (1000, 3), 0, high)
     assert (draw < high).all()
     assert draw.amax(0).tolist() == [0, 1, 99]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 0), (3, 2), (-(2**62), 2**62)])
-def test_randint_checks_its_range(low: int, high: int) -> None:
-    with pytest.raises(ValueError, match="low < high"):
-        randint(key(0), 2, low, high)

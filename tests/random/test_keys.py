@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,18 +20,6 @@ def test_key_holds_the_seed(seed: int) -> None:
     assert number % 2**64 == seed
     assert offset == 0
     assert key(seed).dtype == torch.int64
-
-
-@pytest.mark.parametrize("seed", [1.0, True, "1", None, torch.tensor(1)])
-def test_key_refuses_other_types(seed: object) -> None:
-    with pytest.raises(TypeError, match="key: seed: expected an int"):
-        key(seed)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_key_refuses_wide_seeds(seed: int) -> None:
-    with pytest.raises(ValueError, match=r"\[0, 2\*\*64\)"):
-        key(seed)
 
 
 @given(seeds, st.integers(0, 9))
@@ -74,30 +61,6 @@ def test_split_and_fold_in_map_and_trace() -> None:
     assert torch.equal(traced(keys[2], epochs[3]), fold_in(split(keys[2])[1], 3))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), 7, Rng(torch.zeros(2))],
-)
-def test_arguments_that_are_not_keys_are_refused(wrong: object) -> None:
-    with pytest.raises(TypeError, match=r"expected a key, an int64 tensor of shape \(2,\)"):
-        bits(wrong, 3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("data", [1.5, True, "a", torch.tensor(1.0), torch.tensor([1])])
-def test_fold_in_refuses_other_types(data: object) -> None:
-    with pytest.raises(TypeError, match="fold_in"):
-        fold_in(key(0), data)  # type: ignore[arg-type]
-
-
-def test_sizes_of_splits_are_checked() -> None:
-    with pytest.raises(ValueError, match="num >= 0, got -1"):
-        split(key(0), -1)
-    with pytest.raises(TypeError, match="split: num"):
-        split(key(0), 2.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="64 bits"):
-        fold_in(key(0), 2**64)
-
-
 def test_salts_are_stable() -> None:
     """Recorded values: a change here changes every run's draws, and needs a line in the change log."""
     assert salt() == 0
@@ -123,13 +86,6 @@ def test_a_number_is_not_its_text() -> None:
     assert len({salt(name) for name in (1, "1", "int 1", -1, 2**32 + 1, "")}) == 6
 
 
-def test_names_are_str_or_int() -> None:
-    assert isinstance(salt(1), int)  # a cached 1 must not let True and 1.0 through
-    for name in (True, 1.0, None, torch.tensor(1)):
-        with pytest.raises(TypeError, match="name of a draw"):
-            salt(name)  # type: ignore[arg-type]
-
-
 @given(names, names)
 def test_a_salt_on_the_device_mixes_as_on_the_host(first: str | int, second: str | int) -> None:
     host = Rng(key(4)).named(first)
@@ -145,16 +101,6 @@ def test_rng_splits_and_folds_by_name() -> None:
     assert [part.draw for part in split(rng, 5)[:3]] == [part.draw for part in parts]
     assert all(part.key is rng.key for part in parts)
     assert fold_in(rng, "noise").draw == rng.named("noise").draw
-    with pytest.raises(TypeError, match="expected a str or an int for an Rng"):
-        fold_in(rng, torch.tensor(1))  # type: ignore[arg-type]
-
-
-def test_per_example_checks_its_indices() -> None:
-    rng = Rng(key(0)).per_example(torch.arange(3))
-    assert rng.per_example(None).examples is None
-    for wrong in (True, [0, 1], torch.tensor([0.0]), torch.zeros(2, 2, dtype=torch.int64)):
-        with pytest.raises(TypeError, match="global indices"):
-            rng.per_example(wrong)  # type: ignore[arg-type]
 
 
 def test_rng_is_a_pytree_of_its_tensors() -> None:

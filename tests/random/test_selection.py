@@ -1,9 +1,7 @@
 """Permutations and choices: exact laws of order, and their frequencies at fixed seeds."""
 
 import itertools
-import math
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 from scipy import stats
@@ -104,35 +102,3 @@ def test_weight_zero_is_never_chosen() -> None:
     assert (torch.func.vmap(lambda k: choice(k, 5, 4, WEIGHTS))(keys) != 2).all()
     # A tensor's values are not checked: the position of weight 0 comes last.
     assert choice(key(7), 5, 5, WEIGHTS)[-1] == 2
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "p", "message"),
-    [
-        (3, 4, None, "k=4 of n=3"),
-        (-1, 0, None, "choice: n"),
-        (3, -1, None, "choice: k"),
-        (3, 2, [1.0, -1.0, 1.0], "finite weights >= 0"),
-        (3, 2, [1.0, math.nan, 1.0], "finite weights >= 0"),
-        (3, 2, [1.0, 0.0, 0.0], "only 1 of the weights"),
-        (3, 2, [1.0, 1.0], r"expected 3 weights.*\(2,\)"),
-        (3, 2, torch.ones(4), r"expected 3 weights.*\(4,\)"),
-    ],
-)
-def test_choice_checks_its_arguments(n: int, k: int, p: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choice(key(0), n, k, p)  # type: ignore[arg-type]
-
-
-def test_sizes_are_ints() -> None:
-    with pytest.raises(ValueError, match="permutation: n"):
-        permutation(key(0), -1)
-    with pytest.raises(ValueError, match="without dimensions"):
-        permutation(key(0), torch.tensor(3))
-    for wrong in (2.0, True, None, (2,)):
-        with pytest.raises(TypeError, match="permutation: n: expected an int"):
-            permutation(key(0), wrong)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="choice: k: expected an int"):
-            choice(key(0), 3, wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a key"):
-        permutation(7, 3)  # type: ignore[arg-type]
