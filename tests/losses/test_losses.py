@@ -116,20 +116,6 @@ def test_smoothed_cross_entropy_is_torchs_for_indices_and_the_same_for_dense_tar
         torch.testing.assert_close(dense, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-def test_class_weights_are_checked():
-    for wrong, match in [
-        ([1.0, -1.0], r"weight\[1\]"),
-        (["a", 1.0], r"weight\[0\]"),
-        ([[1.0, 2.0]], r"weight\[0\]"),
-        (2.0, "sequence of numbers"),
-    ]:
-        with pytest.raises((TypeError, ValueError), match=match):
-            CrossEntropy(weight=wrong)
-    for targets in (torch.tensor([0, 1]), torch.ones(2, 3)):
-        with pytest.raises(ValueError, match="2 numbers, expected one for each of the 3 classes"):
-            CrossEntropy(weight=[1.0, 2.0])(torch.zeros(2, 3), targets)
-
-
 @pytest.mark.parametrize("weight", [None, (1.0, 0.0, 2.0)])
 @pytest.mark.parametrize("dense", [False, True])
 def test_without_counted_targets_the_mean_is_nan_and_its_gradient_zero(dense, weight):
@@ -148,22 +134,6 @@ def test_cross_entropy_of_half_precision_logits_keeps_soft_targets_wide(loss_fn)
     loss = loss_fn(outputs, targets)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact, rel=5e-3)
-
-
-def test_cross_entropy_refuses_misfits_and_large_indices():
-    with pytest.raises(ValueError, match=r"\(4, 2\).*\(4, 3\)"):
-        cross_entropy(torch.zeros(4, 3), torch.zeros(4, 2))
-    with pytest.raises(ValueError, match="batch dim"):
-        cross_entropy(torch.zeros(3), torch.zeros(3))
-    with pytest.raises((IndexError, RuntimeError)):
-        cross_entropy(torch.zeros(4, 3), torch.full((4,), 3))
-
-
-@pytest.mark.parametrize("loss_fn", [cross_entropy, CrossEntropy(weight=[1.0])], ids=repr)
-def test_a_loss_of_classes_refuses_one_logit_per_position(loss_fn):
-    """The softmax of one class is 1, so the loss would be 0 and nothing would train."""
-    with pytest.raises(ValueError, match=r"at least 2 classes, got shape \(4, 1, 5\).*binary_cross_entropy"):
-        loss_fn(torch.zeros(4, 1, 5), torch.ones(4, 1, 5))
 
 
 @given(problems())
@@ -195,14 +165,6 @@ def test_binary_cross_entropy_may_be_a_mean_over_examples():
     torch.testing.assert_close(loss_fn(outputs, targets), sums.mean())
     torch.testing.assert_close(loss_fn(outputs, targets, reduction="none"), sums)
     assert num_terms(loss_fn, outputs, targets) == 4
-    with pytest.raises(ValueError, match="mean_over='classes': expected 'elements' or 'examples'"):
-        BinaryCrossEntropy(mean_over="classes")
-
-
-@pytest.mark.parametrize("loss_fn", [mse, binary_cross_entropy])
-def test_one_column_against_a_flat_batch_raises_instead_of_broadcasting(loss_fn):
-    with pytest.raises(ValueError, match=r"unsqueeze\(1\)"):
-        loss_fn(torch.zeros(4, 1), torch.zeros(4))
 
 
 @pytest.mark.parametrize("cls", [CrossEntropy, MeanSquaredError, BinaryCrossEntropy, ModelLoss])
@@ -225,19 +187,6 @@ def test_model_loss_reads_entries_and_attributes():
     rows = {"loss": torch.tensor([1.0, 3.0])}
     assert model_loss(rows, None).item() == 2.0
     assert per_example(model_loss, rows, None).tolist() == [1.0, 3.0]
-
-
-def test_model_loss_explains_what_it_cannot_do():
-    scalar = {"loss": torch.tensor(2.0), "logits": torch.zeros(2, 3)}
-    with pytest.raises(ValueError, match="per example"):
-        per_example(model_loss, scalar, None)
-    with pytest.raises(ValueError, match="'loss', got dict with NoneType"):
-        model_loss({"logits": torch.zeros(2, 3)}, None)
-    with pytest.raises(ValueError, match="reduction"):
-        model_loss({"loss": torch.zeros(2)}, None, reduction="max")
-    mixture = Mixture.of(torch.tensor([0, 1])).mixed_with(torch.tensor([1, 0]), 0.5)
-    with pytest.raises(TypeError, match="mixed targets"):
-        evaluate_loss(model_loss, scalar, mixture)
 
 
 @given(problems(), st.floats(0, 0.9), st.booleans(), st.booleans())
@@ -356,17 +305,6 @@ def test_per_example_is_the_mean_over_positions_that_count(problem):
         losses = per_example(cross_entropy, outputs, targets)
         assert losses.shape == (len(indices),)
         np.testing.assert_allclose(losses.numpy(), expected, rtol=1e-9)
-
-
-def test_per_example_names_the_loss_that_cannot():
-    outputs, targets = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"functional.cross_entropy"):
-        per_example(torch.nn.CrossEntropyLoss(), outputs, targets)
-    with pytest.raises(ValueError, match=r"4 examples.*\(\)"):
-        per_example(lambda o, t, reduction="mean": F.cross_entropy(o, t), outputs, targets)
-    mixture = Mixture.of(targets).mixed_with(torch.arange(4), 0.5, interpolate_loss=True)
-    with pytest.raises(ValueError, match=r"4 examples.*\(1,\)"):
-        evaluate_loss(lambda o, t, reduction="mean": o.new_zeros(1), outputs, mixture)
 
 
 @given(
@@ -496,15 +434,3 @@ def test_check_loss_accepts_losses_that_work():
     check_loss(lambda outputs, targets, **kwargs: outputs, per_example=True)
     for loss_fn in (model_loss, torch.nn.CrossEntropyLoss(), lambda outputs, targets: outputs):
         check_loss(loss_fn)
-
-
-@pytest.mark.parametrize("wrong", ["cross_entropy", None, CrossEntropy, torch.nn.CrossEntropyLoss])
-def test_check_loss_refuses_objects_that_are_not_losses(wrong):
-    with pytest.raises(TypeError, match="expected a loss"):
-        check_loss(wrong)
-
-
-@pytest.mark.parametrize("wrong", [model_loss, torch.nn.CrossEntropyLoss(), lambda outputs, targets: outputs])
-def test_check_loss_refuses_losses_without_values_per_example(wrong):
-    with pytest.raises(TypeError, match="reduction"):
-        check_loss(wrong, per_example=True)
