@@ -32,6 +32,16 @@ def test_a_slot_may_have_a_temporary_part_within_the_step() -> None:
     assert structure_kept(Algorithm("passing", events, apply), Case(num_batches=2))
 
 
+def test_the_loss_keeps_its_shape_and_dtype() -> None:
+    def apply(event, state):
+        del event
+        return state.replace(loss=state.loss.double())
+
+    with pytest.raises(LawViolation) as caught:
+        structure_kept(Algorithm("wide_loss", on(Event.AFTER_TRAIN_BATCH), apply), Case())
+    assert (caught.value.path, caught.value.event) == ("loss", Event.AFTER_TRAIN_BATCH)
+
+
 def test_an_algorithm_may_change_an_hparam_that_it_names() -> None:
     def apply(event, state):
         del event
