@@ -17,7 +17,7 @@ from purecompose._support.device import processor
 from purecompose._support.messages import is_remote, with_urls
 from purecompose.core.state import State
 from purecompose.observers import Records, learning_rate, memory, read_records, speed
-from purecompose.records.drawing import draw_curves
+from purecompose.records.curves import draw_curves
 from purecompose.records.layout import (
     CHECKPOINTS,
     COMMAND,

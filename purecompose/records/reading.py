@@ -51,11 +51,6 @@ class Start:
     """Differences to the previous start: the old and the new value of each changed setting or version."""
 
     @property
-    def training_seconds(self) -> float:
-        """Seconds of wall-clock time without evaluations."""
-        return self.seconds - self.evaluation_seconds
-
-    @property
     def batches(self) -> int:
         """Number of batches trained on."""
         return self.until - self.batch

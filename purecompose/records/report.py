@@ -1,14 +1,15 @@
 """The report of a run: one self-contained HTML page.
 
-This module collects the content; `report.html.jinja`, `page.html.jinja` and `page.css` define the appearance.
+This module collects the content; `report.html.jinja` and `page.css` define the appearance.
 """
 
 import base64
 import math
 import os
 import re
+import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,15 +18,23 @@ from markupsafe import Markup, escape
 
 from purecompose._support.checks import check_flag
 from purecompose._support.tables import breakable, columns, printable
-from purecompose.records.drawing import picture
+from purecompose.records.curves import evaluation_columns, listed, picture
 from purecompose.records.layout import flat, write_text
-from purecompose.records.panels import SMOOTHED_FROM, Series, evaluation_columns, listed, panels_of, series_of, spread
 from purecompose.records.reading import FINISHED, RUNNING, RunRecords, Start, read_run
 
 
 Rows = list[tuple[str, ...]]
 
-_MOST_TILES = 8
+_KNOWN = ("metrics", "batches", "epochs", "samples", "tokens", "seconds", "evaluation_seconds")
+"""Entries of a result that are shown elsewhere, or not."""
+_TRAINED = {
+    "algorithms": "algorithms",
+    "optimizer": "optimizer",
+    "loss": "loss",
+    "duration": "duration",
+    "weights": "weights",
+    "members": "members of the population",
+}
 
 
 def write_report(
@@ -53,16 +62,15 @@ def write_report(
         write_report("runs/first", "report.html")
     """
     run = run if isinstance(run, RunRecords) else read_run(run)
-    drawn = _curves(run) if check_flag(curves, "write_report: curves") else _Curves("They were not drawn.")
     words, tone = _state(run)
-    tiles, results = _result(run)
+    own = {name: value for name, value in (run.result or {}).items() if name not in _KNOWN}
     content = dict(
         name=run.name,
         state={"words": words, "tone": tone},
         summary=_summary(run),
-        tiles=tiles,
-        results=results,
-        curves=drawn,
+        facts=facts_of(run),
+        results=[(name, number(value, name)) for name, value in own.items()],
+        curves=_curves(run) if check_flag(curves, "write_report: curves") else _Curves("They were not drawn."),
         settings=[(name, _shown(value)) for name, value in flat(run.config).items()],
         trained=[(words, _counted(run.trained[name])) for name, words in _TRAINED.items() if run.trained.get(name)],
         layers="\n".join(map(str, run.trained["model"])) if isinstance(run.trained.get("model"), list) else "",
@@ -70,11 +78,10 @@ def write_report(
         times=_times(run),
         starts=[_start_row(start) for start in run.starts] if len(run.starts) > 1 else [],
         checkpoints=_checkpoints(run),
-        is_population=any(isinstance(value, list) for one in run.checkpoints for value in one.metrics.values()),
         versions=[(name, _shown(value)) for name, value in run.versions.items()],
         command=run.command,
     )
-    return write_page(path, "report.html.jinja", content)
+    return _write_page(path, content)
 
 
 def _state(run: RunRecords) -> tuple[str, str]:
@@ -88,73 +95,78 @@ def _state(run: RunRecords) -> tuple[str, str]:
 
 
 def _summary(run: RunRecords) -> str:
-    text = in_words(run.starts)
+    """Return sentences about when the run started and how it ended."""
+    if not run.starts:
+        return "Not started."
+    first, *later = run.starts
+    text = f"Started {first.started[:10]} {first.started[11:16]} (UTC{first.started[19:].replace('+00:00', '')})"
+    text += f", continued {len(later)} time{'s' * (len(later) > 1)}." if later else "."
     if run.seconds:
         text += f" {duration(run.seconds)} in all"
         text += f" on {run.versions['device']}." if "device" in run.versions else "."
-    outcome = run.starts[-1].outcome if run.starts else FINISHED
+    outcome = run.starts[-1].outcome
     if outcome in (FINISHED, RUNNING):
         return text
     return f"{text} It {outcome}." if outcome.startswith(FINISHED) else f"{text} It was stopped by {outcome}"
 
 
-def _result(run: RunRecords) -> tuple[list[Any], Rows]:
-    """Return the facts that are shown as tiles, and the rows below them."""
-    facts = facts_of(run)
-    # The last two facts are the batches and the wall-clock time.
-    tiles, rest = [*facts[:-2][:_MOST_TILES], *facts[-2:]], facts[:-2][_MOST_TILES:]
-    rows: Rows = [(one.name, "; ".join(filter(None, (one.value, one.note)))) for one in rest]
-    own = {name: value for name, value in (run.result or {}).items() if name not in _KNOWN}
-    return tiles, [*rows, *((name, _shown(value, name)) for name, value in own.items())]
+class Fact(NamedTuple):
+    """A number with its name."""
+
+    name: str
+    value: str
+    note: str = ""
+    """What it is a mean or a median of."""
 
 
-_KNOWN = ("metrics", "batches", "epochs", "samples", "tokens", "seconds", "evaluation_seconds")
+def facts_of(run: RunRecords) -> list[Fact]:
+    """Return the metrics of a run, the number of its batches and its wall-clock time.
+
+    Evaluations come first, then the training loss, and other numbers.
+    """
+    metrics = (run.result or {}).get("metrics") or run.last_metrics
+    evaluated = set(evaluation_columns(run.records))
+    names = [name for name, value in metrics.items() if isinstance(value, int | float | list)]
+    names.sort(key=lambda name: 0 if name in evaluated or name.startswith("eval/") else 1 if name == "loss" else 2)
+    facts = [_loss(run, metrics[name]) if name == "loss" else _fact(name, metrics[name]) for name in names]
+    done = (run.result or {}).get("batches", max((start.until for start in run.starts), default=0))
+    return [*facts, Fact("batches", number(done)), Fact("wall-clock time", duration(run.seconds))]
+
+
+def _loss(run: RunRecords, last: Any) -> Fact:
+    """Return the training loss: the mean of the last tenth of the records, because that of one batch is noisy."""
+    losses = [record["loss"] for record in run.records if "loss" in record]
+    newest = losses[-max(len(losses) // 10, 1) :]
+    members = zip(*map(listed, newest), strict=False)
+    means = [statistics.fmean(finite) if (finite := [*filter(math.isfinite, one)]) else math.nan for one in members]
+    if means:
+        last = means if isinstance(newest[-1], list) else means[0]
+    fact = _fact("training loss", last)
+    over = "of the last batch" if len(newest) < 2 else f"mean of the last {len(newest)} records"
+    bad = sum(not all(map(math.isfinite, listed(loss))) for loss in newest)
+    over += f", {bad:,} not finite" if bad else ""
+    return fact._replace(note="; ".join(filter(None, (fact.note, over))))
+
+
+def _fact(name: str, value: Any) -> Fact:
+    return Fact(name, number(value, name), f"median and range of {len(value)}" if isinstance(value, list) else "")
 
 
 class _Curves(NamedTuple):
-    """The curves as data URLs, for light and dark screens, with their caption; without them, the reason."""
+    """The curves as a data URL; without them, the reason."""
 
     words: str
-    light: str = ""
-    dark: str = ""
+    url: str = ""
 
 
 def _curves(run: RunRecords) -> _Curves:
     if not run.records:
         return _Curves("There are no records yet.")
     try:
-        panels = panels_of([run], "batch")
-        drawn = [base64.b64encode(picture([run], panels, dark=dark)).decode() for dark in (False, True)]
-        return _Curves(_caption(run), *(f"data:image/png;base64,{one}" for one in drawn))
+        return _Curves("", f"data:image/png;base64,{base64.b64encode(picture([run])).decode()}")
     except Exception as error:  # a page without pictures is better than none
         warnings.warn(f"the report of {run.path} has no curves: {error}", RuntimeWarning, stacklevel=3)
         return _Curves(f"They could not be drawn: {error}")
-
-
-def _caption(run: RunRecords) -> str:
-    """Return the caption of the curves."""
-    words = []
-    is_smoothed = sum("loss" in record for record in run.records) >= SMOOTHED_FROM
-    if any(isinstance(value, list) for record in run.records for value in record.values()):
-        band = "Median of the population's members, in a band from the lowest to the highest"
-        words.append(f"{band}, smoothed over about a thirtieth of the run." if is_smoothed else f"{band}.")
-        if any("speed/samples" in record for record in run.records):
-            words.append("The throughput counts a sample once for each member that trains on it.")
-    elif is_smoothed:
-        words.append("Faint: single batches; bold: means over about a thirtieth of the run.")
-    if len(run.starts) > 1:
-        words.append("Dotted: where the run continued.")
-    return " ".join(words)
-
-
-_TRAINED = {
-    "algorithms": "algorithms",
-    "optimizer": "optimizer",
-    "loss": "loss",
-    "duration": "duration",
-    "weights": "weights",
-    "members": "members of the population",
-}
 
 
 def _times(run: RunRecords) -> Rows:
@@ -163,9 +175,8 @@ def _times(run: RunRecords) -> Rows:
     evaluating = sum(start.evaluation_seconds for start in run.starts)
     training, batches = run.seconds - evaluating, sum(start.batches for start in run.starts)
     rows: Rows = [
-        ("in all", duration(run.seconds)),
         ("training", duration(training)),
-        ("evaluation", f"{duration(evaluating)}{f' ({evaluating / run.seconds:.0%})' if run.seconds else ''}"),
+        ("evaluation", duration(evaluating)),
         ("batches trained on", f"{batches:,}"),
     ]
     if training > 0 and batches:
@@ -196,98 +207,9 @@ def _counted(value: Any) -> str:
     return number(value) if isinstance(value, int) else _shown(value)
 
 
-def _shown(value: Any, name: str = "") -> str:
-    """Return a value as text; lists without brackets, the numbers of a population as median and range."""
-    if isinstance(value, list):
-        is_population = bool(name) and all(isinstance(one, int | float) for one in value)
-        return number(value, name) if is_population else ", ".join(map(str, value))
-    return str(value)
-
-
-def in_words(starts: Sequence[Start]) -> str:
-    """Return a sentence about when a run started and where it continued.
-
-    Example:
-        >>> in_words([Start(0, "2026-05-01T10:00:00+00:00"), Start(40, "2026-05-01T11:00:00+00:00")])
-        'Started 2026-05-01 10:00 (UTC), continued at batch 40.'
-    """
-    if not starts:
-        return "Not started."
-    # A start at batch 0 is a new beginning: nothing of the earlier starts remains.
-    first = max(i for i, start in enumerate(starts) if start.batch == 0 or i == 0)
-    later = starts[first + 1 :]
-    text = f"Started {_moment(starts[first].started)}"
-    if starts[first].batch:
-        text += f" at batch {starts[first].batch:,}"
-    if not later:
-        return f"{text}."
-    places = [f"{start.batch:,}" for start in later]
-    reported = places[0] if len(places) == 1 else f"{', '.join(places[:-1])} and {places[-1]}"
-    times = f" ({len(places)} times)" if len(places) > 1 else ""
-    return f"{text}, continued at batch {reported}{times}."
-
-
-def _moment(iso: str) -> str:
-    return f"{iso[:10]} {iso[11:16]} (UTC{iso[19:].replace('+00:00', '')})"
-
-
-class Fact(NamedTuple):
-    """A number with its name."""
-
-    name: str
-    value: str
-    note: str = ""
-    """The batch or batches it was measured on; for a population, also a note that it is the median, and the range."""
-
-
-def facts_of(run: RunRecords) -> list[Fact]:
-    """Return the metrics of a run, the number of its batches and its wall-clock time.
-
-    Evaluations come first, then the training loss, the metrics of training and other numbers.
-    """
-    metrics = (run.result or {}).get("metrics") or run.last_metrics
-    evaluated = dict.fromkeys(evaluation_columns(run.records))
-    names = [name for name, value in metrics.items() if isinstance(value, int | float | list)]
-    names.sort(key=lambda name: _rank(name, name in evaluated))
-    facts = [_fact(run, name, metrics[name]) for name in names]
-    done = (run.result or {}).get("batches", max((start.until for start in run.starts), default=0))
-    return [*facts, Fact("batches", number(done)), Fact("wall-clock time", duration(run.seconds))]
-
-
-def _rank(name: str, is_evaluated: bool) -> int:
-    if is_evaluated or name.startswith("eval/"):
-        return 0
-    return 1 if name == "loss" else 2 if name.startswith("train/") else 3
-
-
-def _fact(run: RunRecords, name: str, value: Any) -> Fact:
-    newest, when = next((record for record in reversed(run.records) if name in record), {}), ""
-    if name == "loss" and newest:
-        series = series_of(run, 0, name, "batch")
-        value, when = series.last, _over(series)
-    elif name == "loss":
-        when = "of the last batch"
-    elif newest.get(name) == value:  # false if the result was given another value
-        when = f"at batch {newest['batch']:,}"
-    shown = "training loss" if name == "loss" else name
-    if not isinstance(value, list):
-        return Fact(shown, number(value, name), when)
-    finite = [one for one in value if isinstance(one, int | float) and math.isfinite(one)]
-    if not finite:
-        return Fact(shown, number(value, name), when)
-    low, median, high = (number(side[0], name) for side in spread([finite]))
-    of = f"{len(value)}" if len(finite) == len(value) else f"{len(finite)} finite of {len(value)}"
-    return Fact(shown, median, "; ".join(filter(None, (f"median of {of}", f"{low} to {high}", when))))
-
-
-def _over(series: Series) -> str:
-    """Return a text about the batches that a loss is averaged over."""
-    if series.tail == 1:
-        return "of the last batch"
-    newest = series.x[-series.tail :]
-    kind = "batches" if newest[-1] - newest[0] == series.tail - 1 else "recorded batches"
-    bad = sum(not math.isfinite(one) for y in series.y[-series.tail :] for one in listed(y))
-    return f"mean of the last {series.tail} {kind}" + (f", {bad:,} not finite" if bad else "")
+def _shown(value: Any) -> str:
+    """Return a value as text; lists without brackets."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def number(value: Any, name: str = "") -> str:
@@ -298,12 +220,13 @@ def number(value: Any, name: str = "") -> str:
         ('98.77%', '12,345', '1.5e-05', '0.5 (0.25 to 1)')
     """
     if isinstance(value, list) and value and all(isinstance(one, (int, float)) for one in value):
-        low, median, high = (side[0] for side in spread([value]))
-        if math.isnan(median):
+        finite = [one for one in value if math.isfinite(one)]
+        if not finite:
             return "not finite"
-        return f"{number(median, name)} ({number(low, name)} to {number(high, name)})"
+        low, median, high = (number(fn(finite), name) for fn in (min, statistics.median, max))
+        return f"{median} ({low} to {high})"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return _shown(value)
     if isinstance(value, int):
         return f"{value:,}"
     if "accuracy" in name and 0 <= value <= 1:
@@ -326,20 +249,10 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-_HERE, _SHARED = "purecompose.records", "purecompose._support"
-
-
-def write_page(path: str | os.PathLike[str], template: str, values: Mapping[str, Any], *, package: str = _HERE) -> Path:
-    """Write a page to a file, in one move, and return the path; all texts are escaped.
-
-    Args:
-        path: The file.
-        template: Name of the template.
-        values: What it shows.
-        package: The package with the template; the frame and the parts are those of this one.
-    """
+def _write_page(path: str | os.PathLike[str], content: dict[str, Any]) -> Path:
+    """Write the page to a file, in one move, and return the path; all texts are escaped."""
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader(_HERE, "."), PackageLoader(_SHARED, ".")]),
+        loader=ChoiceLoader([PackageLoader("purecompose.records", "."), PackageLoader("purecompose._support", ".")]),
         autoescape=lambda name: name is not None and not name.endswith(".css"),
         finalize=_printable,
         trim_blocks=True,
@@ -348,7 +261,7 @@ def write_page(path: str | os.PathLike[str], template: str, values: Mapping[str,
     environment.filters |= {"breakable": _marked(breakable), "unbroken_options": _unbroken_options}
     environment.globals["columns"] = _marked(columns)
     target = Path(path)
-    write_text(target, environment.get_template(template).render(values))
+    write_text(target, environment.get_template("report.html.jinja").render(content))
     return target
 
 

@@ -92,7 +92,7 @@ def test_a_killed_run_resumes_in_its_folder(tmp_path: Path) -> None:
     assert found.result is not None and found.result["seconds"] == pytest.approx(first.seconds + second.seconds)
     times = [record["time/seconds"] for record in found.records if "time/seconds" in record]
     assert times == sorted(times)
-    assert "continued at batch 4" in (run.path / "report.html").read_text()
+    assert "continued 1 time" in (run.path / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("no_pictures")

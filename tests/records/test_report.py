@@ -8,7 +8,7 @@ import pytest
 from purecompose._support.tables import breakable
 from purecompose.records import write_report
 from purecompose.records.reading import Start
-from purecompose.records.report import Fact, duration, facts_of, in_words, number
+from purecompose.records.report import Fact, duration, facts_of, number
 from tests.markup import HOSTILE, Checker, parsed
 from tests.records.run_helpers import at, made_up
 
@@ -33,12 +33,16 @@ def test_the_report_contains_all_parts(tmp_path: Path) -> None:
     )
     page = parsed_file(write_report(run, tmp_path / "report.html"))
     for words in (
-        *("made-up", "finished", "98.76%", "0.8255", "f00", "lr", "0.25", "model.width", "16", run.plan),
+        *("made-up", "finished", "98.76%", "0.7642", "f00", "lr", "0.25", "model.width", "16", run.plan),
         *("python train.py --seed 3", "2.99", "mixup(alpha=0.2)", "Linear(4, 3)", "1 min 15 s", "seed: 0 → 1"),
-        *("continued at batch 20", "0.5405 batches / s", "killed"),
+        *(
+            "Started 2026-05-01 10:00 (UTC), continued 1 time. 1 min 15 s in all on cpu.",
+            "0.5405 batches / s",
+            "killed",
+        ),
     ):
         assert words in page.text
-    assert [attrs["srcset"] for tag, attrs in page.tags if tag == "source"][0].startswith("data:image/png")  # pyright: ignore
+    assert [attrs["src"] for tag, attrs in page.tags if tag == "img"][0].startswith("data:image/png")  # pyright: ignore
     assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
 
 
@@ -89,22 +93,6 @@ def test_curves_that_cannot_be_drawn_leave_a_page(tmp_path: Path, monkeypatch: p
     with pytest.warns(RuntimeWarning, match="has no curves: too large"):
         path = write_report(made_up(), tmp_path / "report.html")
     assert "could not be drawn: too large" in parsed_file(path).text
-
-
-def test_the_caption_tells_what_is_in_the_curves_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("purecompose.records.report.picture", lambda *_, **__: b"")
-    captions = []
-    for run in (made_up(), made_up(count=80, starts=(at(0), at(12))), made_up(count=80, members=3)):
-        checker = parsed_file(write_report(run, tmp_path / "report.html"))
-        captions.append(checker.text.partition("Curves")[2].partition("Settings")[0].split("\n"))
-    plain, long, population = (" ".join(filter(None, lines)) for lines in captions)
-    assert plain == ""
-    assert (
-        long == "Faint: single batches; bold: means over about a thirtieth of the run. Dotted: where the run continued."
-    )
-    assert population.startswith("Median of the population's members") and population.endswith("thirtieth of the run.")
 
 
 def test_lines_may_end_between_words_and_not_within_numbers() -> None:
@@ -158,69 +146,54 @@ def test_times_are_in_words(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
-@pytest.mark.parametrize(
-    ("batches", "words"),
-    [
-        ([], "Not started."),
-        ([0], "Started 2026-05-01 10:00 (UTC)."),
-        ([0, 1000], "Started 2026-05-01 10:00 (UTC), continued at batch 1,000."),
-        ([0, 10, 20, 30], "Started 2026-05-01 10:00 (UTC), continued at batch 10, 20 and 30 (3 times)."),
-        ([0, 10, 0, 20], "Started 2026-05-01 10:00 (UTC), continued at batch 20."),
-        ([7, 20], "Started 2026-05-01 10:00 (UTC) at batch 7, continued at batch 20."),
-    ],
-)
-def test_a_run_records_where_it_resumed(batches: list[int], words: str) -> None:
-    assert in_words([at(batch) for batch in batches]) == words
-
-
-def test_a_zone_other_than_utc_is_shown() -> None:
-    assert in_words([Start(0, "2026-05-01T10:00:00-07:00")]) == "Started 2026-05-01 10:00 (UTC-07:00)."
+def test_when_a_run_started_and_how_it_ended(tmp_path: Path) -> None:
+    for outcome, words in (
+        ("finished", "Started 2026-05-01 10:00 (UTC-07:00), continued 2 times."),
+        ("KeyboardInterrupt", "continued 2 times. It was stopped by KeyboardInterrupt"),
+        ("finished, but 3 records could not be written", "2 times. It finished, but 3 records could not be written."),
+    ):
+        starts = (Start(0, "2026-05-01T10:00:00-07:00"), at(10), at(20, outcome=outcome))
+        path = write_report(made_up(starts=starts), tmp_path / "report.html", curves=False)
+        assert words in parsed_file(path).text
 
 
 def test_a_start_is_read_from_plain_values_and_ignores_unknown_ones() -> None:
     start = at(3, until=9, seconds=2.5, evaluation_seconds=0.5, changed={"seed": [0, 1]})
     assert Start.of_plain({**dataclasses.asdict(start), "weather": "fine"}) == start
-    assert (start.batches, start.training_seconds) == (6, 2.0)
+    assert start.batches == 6
+
+
+def mean_of(losses: range) -> float:
+    return statistics.fmean(2 * math.exp(-i / 40) for i in losses)
 
 
 def test_every_number_has_a_description() -> None:
     run = made_up(batch_40={"train/accuracy": 0.25, "norm": 3.0}, starts=(at(0, until=40, seconds=75.0),))
-    mean = statistics.fmean(2 * math.exp(-i / 40) for i in range(31, 41))
     assert facts_of(run) == [
-        Fact("eval/accuracy", "100.00%", "at batch 40"),
-        Fact("training loss", f"{mean:.4g}", "mean of the last 10 batches"),
-        Fact("train/accuracy", "25.00%", "at batch 40"),
-        Fact("norm", "3", "at batch 40"),
+        Fact("eval/accuracy", "100.00%"),
+        Fact("training loss", f"{mean_of(range(37, 41)):.4g}", "mean of the last 4 records"),
+        Fact("train/accuracy", "25.00%"),
+        Fact("norm", "3"),
         Fact("batches", "40"),
         Fact("wall-clock time", "1 min 15 s"),
     ]
 
 
-def test_a_population_has_medians_that_are_labelled_so() -> None:
-    mean = statistics.fmean(2 * math.exp(-i / 40) for i in range(31, 41))
+def test_a_population_has_medians_and_ranges_that_are_labelled_so() -> None:
+    mean = mean_of(range(37, 41))
     accuracy, loss, *_ = facts_of(made_up(members=8))
-    assert accuracy == Fact("eval/accuracy", "56.25%", "median of 8; 12.50% to 100.00%; at batch 40")
-    words = f"median of 8; {mean:.4g} to {mean + 7:.4g}; mean of the last 10 batches"
-    assert loss == Fact("training loss", f"{mean + 3.5:.4g}", words)
-
-
-def test_members_without_finite_numbers_are_not_in_the_median() -> None:
-    run = made_up(count=4, members=3, batch_4={"loss": [1.0, math.inf, 2.0]})
-    assert facts_of(run)[0] == Fact("training loss", "1.5", "median of 2 finite of 3; 1 to 2; of the last batch")
-    run = made_up(count=4, members=2, batch_4={"loss": [math.nan, math.nan]})
-    assert facts_of(run)[0] == Fact("training loss", "not finite", "of the last batch")
+    assert accuracy == Fact("eval/accuracy", "56.25% (12.50% to 100.00%)", "median and range of 8")
+    words = "median and range of 8; mean of the last 4 records"
+    assert loss == Fact("training loss", f"{mean + 3.5:.4g} ({mean:.4g} to {mean + 7:.4g})", words)
 
 
 def test_losses_that_are_not_finite_are_reported() -> None:
     run = made_up(batch_40={"loss": math.nan}, batch_39={"loss": math.inf})
-    mean = statistics.fmean(2 * math.exp(-i / 40) for i in range(31, 39))
-    assert facts_of(run)[1] == Fact("training loss", f"{mean:.4g}", "mean of the last 10 batches, 2 not finite")
-
-
-def test_batches_without_a_record_are_not_said_to_be_in_the_mean() -> None:
-    run = made_up(count=80)
-    run.records[:] = [record for record in run.records if record["batch"] % 5 == 0]
-    assert facts_of(run)[1].note == "mean of the last 2 recorded batches"
+    words = "mean of the last 4 records, 2 not finite"
+    assert facts_of(run)[1] == Fact("training loss", f"{mean_of(range(37, 39)):.4g}", words)
+    run = made_up(count=4, members=2, batch_4={"loss": [math.nan, math.nan]})
+    words = "median and range of 2; of the last batch, 1 not finite"
+    assert facts_of(run)[0] == Fact("training loss", "not finite", words)
 
 
 @pytest.mark.parametrize("batch", [40, 30])
