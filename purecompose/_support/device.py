@@ -89,12 +89,6 @@ def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
         return sent(numbers, dtype, device)
 
 
-def bfloat16_units() -> str | None:
-    """Return the name of this CPU's instructions for matrix products in bfloat16; `None` if it has none."""
-    found = torch.cpu.get_capabilities()
-    return next((name for name in ("amx_bf16", "avx512_bf16") if found.get(name)), None)
-
-
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """Return a context manager for computing in a precision, backward passes included.
 

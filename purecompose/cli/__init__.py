@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from typing import Any, Literal, NoReturn
 
 from purecompose import __version__
-from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
 from purecompose.cli.methods import algorithms, check, plan
@@ -47,8 +46,6 @@ exit status: 0; 1 if a package is missing, a step fails, a checkpoint cannot be 
 report cannot be written, or a law is broken; 2 after a usage error; 130 after Ctrl-C and 143 after SIGTERM, with the
 run saved if it has a folder.
 """
-_INSTEAD = {"epochs": "--duration 3ep", "lr": "--set optimizer.lr=0.01"}
-"""Options that other programs have, and what the commands that train have instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _make_parser()
     prog = f"{parser.prog} {words[0]}" if words and words[0] in commands else parser.prog
     try:
-        options, unknown = parser.parse_known_args(words)
-        if unknown:
-            _refuse(unknown, commands[options.command])
+        options = parser.parse_args(words)
         status = _run(_COMMANDS[options.command], vars(options))
         sys.stdout.flush()
     except UsageError as error:
@@ -124,16 +119,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help shows the options)")
-
-
-def _refuse(unknown: Sequence[str], command: argparse.ArgumentParser) -> NoReturn:
-    """Raise a `UsageError` that suggests an option."""
-    # Compared without the dashes, which all options share.
-    known = {option.lstrip("-"): option for option in command._option_string_actions}
-    name = unknown[0].partition("=")[0].lstrip("-")
-    is_settable = name in _INSTEAD and "duration" in known
-    hint = f" write {_INSTEAD[name]}" if is_settable else specs.did_you_mean(name, known, shown=known)
-    command.error(f"unrecognized arguments: {' '.join(unknown)}{';' if hint else ''}{hint}")
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

@@ -6,7 +6,6 @@ command line names it too, or has `--allow-imports`.
 
 import importlib
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePath
@@ -39,12 +38,9 @@ def imported(name: str) -> Any:
     except Exception as error:
         if not isinstance(error, ModuleNotFoundError) or not f"{module}.".startswith(f"{error.name}."):
             raise specs.SpecError(f"{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
-        hint = specs.did_you_mean(module, [one.name for one in pkgutil.iter_modules([os.getcwd()])])
-        hint = hint or f" expected one that can be imported from {os.getcwd()}"
-        raise specs.SpecError(f"{name}: there is no module {error.name!r} here;{hint}") from error
+        raise specs.SpecError(f"{name}: there is no module {error.name!r} in {os.getcwd()}, or installed") from error
     if not hasattr(found, attribute):
-        hint = specs.did_you_mean(attribute, [key for key in vars(found) if not key.startswith("_")])
-        raise specs.SpecError(f"{name}: the module {module} has no {attribute!r};{hint or ' expected a name in it'}")
+        raise specs.SpecError(f"{name}: the module {module} has no {attribute!r}")
     return getattr(found, attribute)
 
 

@@ -1,12 +1,11 @@
 """Existing runs: `load_run`, and the commands `evaluate`, `predict` and `plot`."""
 
 import csv
-import dataclasses
 import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from json import dumps
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose._support.messages import is_remote, say, with_urls
-from purecompose.cli.data import TEXT, Data, Kind, load_data
+from purecompose.cli.data import TEXT, Data, Kind
 from purecompose.cli.options import File, Number, Run, Shown, Text, UsageError, check_target, one_line, reported_as
 from purecompose.cli.own import allowed_by
 from purecompose.cli.settings import Settings, settings_of
@@ -170,37 +169,36 @@ def checkpoint_of(run: str | Path, which: str, kind: Kind) -> Path:
     found = newest(folder)
     if found is None:
         raise UsageError(f"there is no checkpoint in {folder}: has the run written one yet?")
-    return found if which == "newest" else _best(folder, kind)
+    if which == "newest":
+        return found
+    if (best := best_in(folder, kind)) is None:
+        raise UsageError(
+            f"--checkpoint: no checkpoint in {folder} has a single number for {kind.decides}, which selects the best "
+            "one; give newest, or a checkpoint's name"
+        )
+    return best[0]
 
 
-def _best(folder: Path, kind: Kind) -> Path:
-    """Return the best checkpoint; among equal ones, the earliest, which `Checkpoints` keeps. NaN is never the best."""
+def best_in(folder: Path, kind: Kind) -> tuple[Path, float] | None:
+    """Return the best checkpoint in a folder with its metric, if any has a number for it; NaN is never the best.
+
+    Among equal ones it is the earliest, which `Checkpoints` keeps.
+    """
     names = (f"val/{kind.decides}", f"eval/{kind.decides}")
     found = [
         (one.path, next((one.index.metrics[name] for name in names if name in one.index.metrics), None))
         for one in reversed(all_in(folder)[0])
     ]
-    if any(isinstance(value, list) for _, value in found):
-        raise UsageError(
-            f"--checkpoint: {folder} is of a population, in which each network has its own best checkpoint; give "
-            "newest, or a checkpoint's name"
-        )
     rated = [(path, value) for path, value in found if isinstance(value, (int, float)) and not math.isnan(value)]
-    if not rated:
-        raise UsageError(
-            f"--checkpoint: no checkpoint in {folder} has a number for {kind.decides}, which selects the best one; "
-            "give newest, or a checkpoint's name"
-        )
-    return max(rated, key=lambda pair: kind.rating(pair[1]))[0]
+    return max(rated, key=lambda pair: kind.rating(pair[1]), default=None)
 
 
-def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", length: Number | None = None, json: bool = False) -> None:
+def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", json: bool = False) -> None:
     """Show the metrics of a run's checkpoint.
 
     Args:
         kept: The run.
         checkpoint: Name of the checkpoint, or one of these.
-        length: For text: window length (default: the run's).
         json: Print one line of JSON.
 
     Examples:
@@ -209,18 +207,8 @@ def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", length: Number | No
     settings, data = kept.completed()
     with arithmetic_of(settings):
         setup, state, path = _at_checkpoint(kept.run, checkpoint, settings, data)
-        tested = setup.test_data
-        if length is not None:
-            if setup.kind is not TEXT:
-                raise UsageError("--length is for text, but the run trained a network for images")
-            with reported_as("--length"):
-                windows, _ = load_data(dataclasses.replace(settings, length=length))
-                tested = setup.kind.stored(windows.test_inputs, windows.test_targets).to(state.device)
-        wanted = {**setup.kind.metrics, "top_5": metrics.top_k(5), "loss": metrics.mean_loss()}
-        if data.num_classes < 5:
-            del wanted["top_5"]
-        with nullcontext() if length is None else reported_as("--length"):
-            found = evaluated(state, tested, wanted, step=setup.plain_step)
+        wanted = {**setup.kind.metrics, "loss": metrics.mean_loss()}
+        found = evaluated(state, setup.test_data, wanted, step=setup.plain_step)
     reported = {"checkpoint": with_urls(path), "batch": state.timestamp.batch, **found}
     if json:
         say(dumps(reported))

@@ -2,8 +2,6 @@
 
 import dataclasses
 import hashlib
-import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -13,25 +11,24 @@ import torch
 from torch import Tensor
 
 from purecompose._support import specs
-from purecompose._support.device import bfloat16_units
 from purecompose._support.messages import say
 from purecompose.cli.data import TEXT
 from purecompose.cli.options import Folder, Shown, UsageError, option_of, reported_as
 from purecompose.cli.processes import Processes, processes_here
+from purecompose.cli.results import best_in
 from purecompose.cli.settings import Given, Settings, command_of, read_config
 from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
 from purecompose.core.state import State
 from purecompose.data import TextData
-from purecompose.errors import CheckpointError, MismatchError
+from purecompose.errors import CheckpointError
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.records import RunFolder
 from purecompose.records.layout import CONFIG, REPORT
+from purecompose.records.report import number
 from purecompose.run.fit import fit
 from purecompose.run.saving import Checkpoints
-from purecompose.run.saving.folder import CHECKPOINTS, all_in, name_at
-from purecompose.surgery.summary import summary as summary_of
+from purecompose.run.saving.folder import CHECKPOINTS, name_at
 from purecompose.transforms.compilation import CompiledStep
-from purecompose.transforms.population import unstack_states
 from purecompose.transforms.sharding.placing import whole
 
 
@@ -44,9 +41,6 @@ def train(
     *,
     out: Folder | None = None,
     resume: bool = False,
-    plan: bool = False,
-    summary: bool = False,
-    fast_dev_run: bool = False,
     quiet: bool = False,
     shard: Annotated[Literal["step", "layer"], Shown(bare="step")] | None = None,
     traceback: bool = False,
@@ -57,9 +51,6 @@ def train(
         given: The settings of the run.
         out: Keep records, checkpoints and a report there.
         resume: With --out: continue the run there, if one exists.
-        plan: Print the plan and exit.
-        summary: Print the network's layers and exit.
-        fast_dev_run: Train and evaluate one batch each, without writing files; methods that start later do not act.
         quiet: Print only the final table.
         shard: Under torchrun: divide parameters and the optimizer's memory among the processes, and gather parameters
             once a step, or layer by layer (default without a value: step).
@@ -71,25 +62,15 @@ def train(
         python -m purecompose train --out runs/a --resume
     """
     processes = processes_here()
-    if fast_dev_run and (out is not None or resume):
-        raise UsageError("--fast-dev-run: it trains one batch and keeps nothing; leave out --out and --resume")
     with processes.folder(out, is_divided=shard is not None) as folder, ExitStack() as stack:
         earlier = _earlier_settings(folder) if resume else {}
         found = given.chosen(earlier)
         settings, data = completed(found, allowed=given.allowed)
         _check_unchanged(settings, earlier)
-        if fast_dev_run:
-            settings = dataclasses.replace(settings, duration="1ba", limit_batches="1")
         stack.enter_context(arithmetic_of(settings))
         stack.enter_context(processes.joined(settings.device))
         setup = prepare(settings, data, processes, shard)
-        if plan or summary:
-            batch = next(iter(setup.train_data))
-            first = setup.state if settings.seeds == 1 else unstack_states(setup.state)[0]
-            say(setup.step.plan(setup.state, batch) if plan else summary_of(first, batch))
-            return
-        stack.enter_context(nullcontext() if traceback else _reported_in_one_line(setup, given.recipe))
-        stack.enter_context(_reported_as_settings(settings, earlier, folder))
+        stack.enter_context(nullcontext() if traceback else _reported_in_one_line())
         # A text's vocabulary usually follows from its file.
         typed = settings if "vocabulary" in given.chosen() else dataclasses.replace(settings, vocabulary=None)
         place = None if folder is None else _Place(folder, str(out), command_of(typed, out), resume)
@@ -179,7 +160,7 @@ def _checkpoints(out: Path, settings: Settings, setup: Setup) -> Checkpoints:
 
 
 @contextmanager
-def _reported_in_one_line(setup: Setup, recipe: str | None) -> Iterator[None]:
+def _reported_in_one_line() -> Iterator[None]:
     """Turn an error of a step into a `RunError` of one line; errors that the command line reports itself pass."""
     try:
         yield
@@ -187,11 +168,6 @@ def _reported_in_one_line(setup: Setup, recipe: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
-        if any(note.startswith("in the stage forward") for note in notes):
-            shape = f"{'int64' if setup.kind is TEXT else ''}{list(setup.data.in_shape)}"
-            notes.append(f"the data have inputs {shape}, before a method changes them")
-        if recipe is not None:
-            notes.append(f"--recipe {recipe} may need another network, such as --model resnet20, or other data")
         text = f"{type(error).__name__}: {error}".partition("\n\n")[0]
         line = "; ".join(" ".join(part.split()) for part in (text, *notes))
         raise RunError(f"{line} (--traceback shows where in the code)") from error
@@ -199,13 +175,6 @@ def _reported_in_one_line(setup: Setup, recipe: str | None) -> Iterator[None]:
 
 _FIXED = ("seed", "seeds", "model")
 """Settings that a resumed run keeps: the keys of its draws cannot change, nor its network, even if the tensors fit."""
-_CAUSES = {
-    "duration": ("duration", "scale_schedule"),
-    "batches_per_epoch": ("data", "length", "batch_size", "limit_batches", "validation"),
-}
-"""Settings that can cause a difference of a checkpoint, by the name of the difference; `_OF_STATE` for all others."""
-_OF_STATE = ("data", "length", "vocabulary", "algorithms", "optimizer", "precision")
-_MOST_LINES = 12
 
 
 def _earlier_settings(out: Path | None) -> dict[str, Any]:
@@ -234,26 +203,6 @@ def changes(settings: Settings, earlier: Mapping[str, Any]) -> list[str]:
     return [f"  continues with {', '.join(reported)}"] if reported else []
 
 
-@contextmanager
-def _reported_as_settings(settings: Settings, earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
-    """Name the settings that make a checkpoint unfit in the error, before the resulting differences of tensors."""
-    try:
-        yield
-    except MismatchError as error:
-        now = dataclasses.asdict(settings)
-        blamed = {name for line in error.differences for name in _CAUSES.get(line.partition(":")[0], _OF_STATE)}
-        changed = [name for name in now if name in blamed and earlier.get(name) != now[name]]
-        if not changed:
-            raise
-        lines = [f"{option_of(name)}: {earlier.get(name)} in the run, {now[name]} here" for name in changed]
-        raise MismatchError(
-            "\n  ".join([f"{out} cannot continue with other settings:", *lines])
-            + "\nleave these options out, or choose another --out; "
-            + "\n  ".join([f"differences, of {len(error.differences)} in all:", *error.differences[:_MOST_LINES]]),
-            error.differences,
-        ) from error
-
-
 def _described(setup: Setup, settings: Settings) -> list[str]:
     """Return the lines before the first batch: the numbers of examples and weights, device, duration and algorithms."""
     state, train_data, data, members = setup.state, setup.train_data, setup.data, settings.seeds
@@ -268,10 +217,8 @@ def _described(setup: Setup, settings: Settings) -> list[str]:
     if isinstance(data, TextData):
         lines.append(
             f"  a window is {data.in_shape[0]} characters, the vocabulary has {data.num_classes}; the text's last "
-            f"{len(data.test_targets):,} windows are for testing; {data.num_dropped:,} characters fill no window"
+            f"{len(data.test_targets):,} windows are for testing"
         )
-    if state.device.type == "cpu" and settings.precision == "fp32" and (units := bfloat16_units()):
-        lines.append(f"  this CPU has {units}: --precision bf16 trains all but small networks faster")
     return [*lines, *(f"  {algorithm!r}" for algorithm in setup.step.algorithms)]
 
 
@@ -291,12 +238,12 @@ def print_results(
     kind = setup.kind
     table = Table(show_header=False)
     for name in ("loss", *kind.metrics) if kind is TEXT else kind.metrics:
-        table.add_row(f"test {name}", _shown(name, history.series(f"eval/{name}")[1][-1]))
+        table.add_row(f"test {name}", number(history.series(f"eval/{name}")[1][-1], name))
     tested, all_batches = setup.evaluators[-1].num_batches, len(setup.test_data)
     if settings.limit_batches is not None and tested != all_batches:
         table.add_row("tested on", f"{tested} of {all_batches} batches")
-    for row in _best_rows(setup, history, place) if settings.seeds == 1 else ():
-        table.add_row(*row)
+    if place is not None and settings.seeds == 1 and (best := best_in(place.path / CHECKPOINTS, setup.kind)):
+        table.add_row("best checkpoint", f"{number(best[1], kind.decides)}, {best[0].name}")
     if setup.stop and not state.timestamp.is_finished():
         table.add_row("stopped early", f"the loss has not improved for {settings.patience}")
     evaluating = stopwatch.seconds - stopwatch.training_seconds
@@ -310,32 +257,9 @@ def print_results(
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if place is not None and REPORT not in missing:
         table.add_row("report", f"{place.named}/{REPORT}")
-    for number, name in enumerate(missing):
-        table.add_row("" if number else "could not be written", name)
+    for i, name in enumerate(missing):
+        table.add_row("" if i else "could not be written", name)
     Console(highlight=False).print(table)
-
-
-def _best_rows(setup: Setup, history: History, place: _Place | None) -> Iterator[tuple[str, str]]:
-    """Yield the rows about the best evaluation, if it is not the last one; NaN is never the best."""
-    rating, name = setup.kind.rating, f"{setup.watched}/{setup.kind.decides}"
-    at, values = history.series(name)
-    found = [pair for pair in zip(values, at, strict=True) if not math.isnan(pair[0])]
-    best = max(found, key=lambda pair: rating(pair[0]), default=None)
-    if best is None or (setup.watched == "eval" and best[0] == values[-1]):
-        return
-    is_kept = False
-    if place is not None:  # the best checkpoint of the folder, which earlier parts of the run may have written
-        saved = [
-            (one.index.metrics.get(name), one.index.batch) for one in reversed(all_in(place.path / CHECKPOINTS)[0])
-        ]
-        rated = [(value, at) for value, at in saved if isinstance(value, (int, float)) and not math.isnan(value)]
-        kept = max(rated, key=lambda pair: rating(pair[0]), default=None)
-        if kept is not None and rating(kept[0]) >= rating(best[0]):
-            best, is_kept = kept, True
-    label = "best validation" if setup.watched == "val" else "best"
-    yield f"{label} {setup.kind.decides}", f"{_shown(setup.kind.decides, best[0])}, after batch {best[1]}"
-    if place is not None:
-        yield "", f"evaluate {place.named} --checkpoint best" if is_kept else "its checkpoint was not written"
 
 
 def checksum(params: Mapping[str, Tensor]) -> str:
@@ -351,12 +275,3 @@ def checksum(params: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _shown(name: str, value: Any) -> str:
-    """Return a metric of one network as text, or mean, standard deviation and range of a population's."""
-    form = ".2%" if name == "accuracy" else ".4g"
-    if not isinstance(value, list):
-        return f"{value:{form}}"
-    mean, spread = statistics.fmean(value), statistics.stdev(value)
-    return f"{mean:{form}} on average, spread {spread:{form}} ({min(value):{form}} to {max(value):{form}})"

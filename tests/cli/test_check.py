@@ -1,7 +1,6 @@
-"""The command `check`: exit statuses, refusals in one line, JSON, output on a terminal."""
+"""The command `check`: exit statuses, refusals in one line, output on a terminal."""
 
 import importlib
-import json
 import pathlib
 import re
 import subprocess
@@ -85,21 +84,11 @@ def test_several_algorithms_end_with_a_line_for_each(here, capsys) -> None:
     assert bad.startswith("bad(): NOT OK: 1 kept, 1 broken (") and bad.endswith("): deterministic")
 
 
-def test_json(here, capsys) -> None:
-    status, out, _ = run(capsys, "cli_algorithms:bad", *QUICK, "--json", "-")
-    data = json.loads(out)
-    assert status == 1 and data["ok"] is False
-    assert [law["status"] for law in data["reports"][0]["laws"]] == ["kept", "broken"]
-    status, out, _ = run(capsys, "cli_algorithms:good", *QUICK, "--json", "report.json", "--seed", "3")
-    written = json.loads((here / "report.json").read_text())
-    assert status == 0 and "ok: 2 kept" in out and written["ok"] is True and written["reports"][0]["seed"] == 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("cli_algorithms:god", "cli_algorithms:god: the module cli_algorithms has no 'god'; did you mean 'good'?"),
-        ("cli_algoritms:good", "there is no module 'cli_algoritms' here; did you mean 'cli_algorithms'?"),
+        ("cli_algorithms:god", "cli_algorithms:god: the module cli_algorithms has no 'god'"),
+        ("cli_algoritms:good", "there is no module 'cli_algoritms' in "),
         ("cli_algorithms.py:good", "expected a module's name, not a file's, such as cli_algorithms:good"),
         ("cli_missing:good", "cli_missing cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
         ("cli_syntax:good", "cli_syntax:good: cli_syntax cannot be imported: SyntaxError: "),
@@ -109,7 +98,6 @@ def test_json(here, capsys) -> None:
         ("cli_algorithms:good --laws determinstic", "no law is called 'determinstic'; did you mean 'deterministic'?"),
         ("cli_algorithms:good --max-examples 0", "max_examples: expected an int >= 1, got 0"),
         ("cli_algorithms:good mixup(0.2) --neutral mixup(0)", "--neutral: expected one algorithm, got 2"),
-        ("cli_algorithms:good --json nowhere/report.json", "--json: nowhere/report.json: there is no folder nowhere"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(here, capsys, arguments, expected) -> None:
@@ -124,9 +112,9 @@ def test_all_is_every_shipped_algorithm(here, capsys, monkeypatch) -> None:
 
     few = {name: SHIPPED[name] for name in [*SHIPPED][:3]}  # test_shipped_laws.py checks all of them
     monkeypatch.setattr("purecompose.testing.shipped.SHIPPED", few)
-    arguments = ("all", "--laws", "input_untouched", "--max-examples", "1", "--json", "-")
-    status, out, _ = run(capsys, *arguments)
-    assert status == 0 and len(json.loads(out)["reports"]) == sum(len(row.examples) for row in few.values())
+    status, out, _ = run(capsys, "all", "--laws", "input_untouched", "--max-examples", "1")
+    num_examples = sum(len(row.examples) for row in few.values())
+    assert status == 0 and all(": ok: " in line for line in out.splitlines()[-num_examples:])
 
 
 def test_without_hypothesis_one_line_says_what_to_install(here, capsys, monkeypatch) -> None:
@@ -142,7 +130,7 @@ def test_without_hypothesis_one_line_says_what_to_install(here, capsys, monkeypa
 def test_progress_is_only_shown_on_a_terminal(here, capsys, monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    status, _, err = run(capsys, "cli_algorithms:good", *QUICK, "--json", "-")
+    status, _, err = run(capsys, "cli_algorithms:good", *QUICK)
     assert status == 0 and "[2/2] deterministic  good()" in err
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import pathlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from purecompose.cli import load_run
 from purecompose.cli.data import IMAGES, TEXT
 from purecompose.cli.options import UsageError
 from purecompose.cli.results import KeptRun, checkpoint_of
-from purecompose.cli.settings import Settings
-from purecompose.cli.training import print_results
 from purecompose.run.saving import save
 from purecompose.run.saving.files import to_json
 from purecompose.run.saving.folder import read_index
@@ -71,10 +68,10 @@ def test_the_earliest_of_equal_checkpoints_is_the_best(tmp_path: pathlib.Path) -
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"eval/accuracy": [0.5, 0.25]}, "is of a population, in which each network has its own best"),
-        ({"eval/accuracy": NAN}, "has a number for accuracy, which selects the best one; give newest"),
-        ({"eval/loss": 1.0}, "has a number for accuracy"),
-        ({}, "has a number for accuracy"),
+        ({"eval/accuracy": [0.5, 0.25]}, "has a single number for accuracy"),  # of a population
+        ({"eval/accuracy": NAN}, "has a single number for accuracy, which selects the best one; give newest"),
+        ({"eval/loss": 1.0}, "has a single number for accuracy"),
+        ({}, "has a single number for accuracy"),
     ],
 )
 def test_best_is_refused_if_no_checkpoint_has_the_metric(metrics: Any, message: str, tmp_path: pathlib.Path) -> None:
@@ -121,19 +118,3 @@ def test_malicious_settings_are_refused_immediately(tmp_path: pathlib.Path) -> N
     (run / "config.toml").write_text("a = " + "[" * 100_000)
     with pytest.raises(UsageError, match="config.toml is not valid TOML"):
         load_run(run, "newest")
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [((NAN, 0.5, 0.25), "50.00%, after batch 2"), ((0.5, NAN), "50.00%, after batch 1"), ((NAN, NAN), None)],
-)
-def test_the_table_at_the_end_has_the_best_number(
-    values: tuple[float, ...], told: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    test = SimpleNamespace(num_batches=2)
-    setup: Any = SimpleNamespace(kind=IMAGES, watched="val", stop=None, step=None, evaluators=(test,), test_data=[1, 2])
-    history: Any = SimpleNamespace(series=lambda name: (list(range(1, len(values) + 1)), list(values)))
-    stopwatch: Any = SimpleNamespace(seconds=1.0, training_seconds=1.0, batches=3, batches_per_second=3.0)
-    print_results(setup, make_state(), history, stopwatch, Settings(threads=1))
-    out = capsys.readouterr().out
-    assert told in out if told is not None else "best validation" not in out

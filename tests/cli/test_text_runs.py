@@ -77,11 +77,7 @@ def test_a_run_reports_the_metrics_of_a_language_model(run: Run) -> None:
     status, out, err = run("train", *SHORT[:-1])
     assert (status, err) == (0, "")
     assert f"{TRAIN_WINDOWS} windows in batches of 8" in out
-    dropped = len(TEXT) - 2 - 16 * (TRAIN_WINDOWS + TEST_WINDOWS)
-    assert (
-        f"a window is 16 characters, the vocabulary has {len(VOCABULARY)}; the text's last {TEST_WINDOWS} windows are "
-        f"for testing; {dropped} characters fill no window" in out
-    )
+    assert f"the vocabulary has {len(VOCABULARY)}; the text's last {TEST_WINDOWS} windows are for testing" in out
     lines = [line for line in out.splitlines() if re.match(r"\d\.0/2 ep ", line)]
     assert len(lines) == 2 and all("perplexity" in line and "accuracy" in line for line in lines)
     assert value(out, "perplexity") == pytest.approx(math.exp(value(out, "loss")), rel=2e-3)
@@ -309,50 +305,13 @@ def test_bad_prompts_are_refused(run: Run, trained: pathlib.Path, arguments: lis
     assert (status, out) == (2, "") and said in err
 
 
-def test_a_network_that_does_not_fit_names_what_changed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(f"no {tuple(inputs.shape)}")
-
-    monkeypatch.setattr(layers.ClassesSecond, "forward", failing)
-    err = run("train", *SHORT, "--algorithms", "seq_length_warmup(0.5, 4, 16, 4)")[2]
-    assert "the data have inputs int64[16], before a method changes them" in err
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # for attention under vmap on a CPU
 def test_seeds_train_a_population(run: Run) -> None:
     status, out, _ = run("train", *SHORT, "--seeds", "2", "--duration", "3ba", "--out", "a")
-    assert status == 0 and re.search(r"test loss\W+[\d.]+ on average, spread", out)
+    assert status == 0 and re.search(r"test loss\W+[\d.]+ \([\d.]+ to", out)
     found = json.loads(run("evaluate", "a", "--json")[1])
     alone = run("train", *SHORT, "--seed", "1", "--duration", "3ba")[1]
     assert found["loss"][1] == pytest.approx(value(alone, "loss"), rel=1e-3)
     status, _, err = run("predict", "a", "--prompt", "7")
     assert status == 2 and "trained a population" in err
-
-
-@pytest.mark.slow
-def test_windows_of_another_length_are_evaluated(run: Run) -> None:
-    run("train", *SHORT, "--algorithms", "alibi", "--out", "a")
-    found = {n: json.loads(run("evaluate", "a", "--length", n, "--json")[1])["loss"] for n in ("8", "16", "32")}
-    assert found["16"] == json.loads(run("evaluate", "a", "--json")[1])["loss"]
-    assert len(set(found.values())) == 3 and all(1 < loss < 4 for loss in found.values())
-    for length, said in (("0", "--length: 0: expected"), ("500", "too short for windows of 500")):
-        status, _, err = run("evaluate", "a", "--length", length)
-        assert status == 2 and said in err and err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_network_with_learned_positions_refuses_longer_windows(run: Run) -> None:
-    run("train", *SHORT, "--out", "a")
-    status, _, err = run("evaluate", "a", "--length", "32")
-    assert status == 2 and "--length" in err and err.count("\n") == 1
-
-
-def test_a_plan_at_a_point_in_tokens_and_samples(run: Run) -> None:
-    method = "seq_length_warmup(0.5, 4, 16, 4)"
-    for duration, at in (("1280tok", "0.5dur"), ("10ba", "640tok"), ("80sp", "0.5dur"), ("80sp", "40sp")):
-        status, out, err = run("plan", *SMALL, "--batch-size", "8", "--duration", duration, "--at", at,
-                               "--algorithms", method)  # fmt: skip
-        assert (status, err) == (0, "") and "seq_length_warmup" in out
-    status, _, err = run("plan", *SMALL, "--batch-size", "8", "--duration", "1280tok", "--at", "1408tok")
-    assert status == 2 and "the run ends earlier, after 10 batches" in err

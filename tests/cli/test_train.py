@@ -41,13 +41,6 @@ def test_a_short_run_learns_and_ends_with_a_table(capsys) -> None:
     assert "\x1b" not in out
 
 
-@pytest.mark.parametrize(("precision", "units"), [("fp32", "amx_bf16"), ("bf16", "amx_bf16"), ("fp32", None)])
-def test_units_for_bfloat16_are_reported_if_they_are_not_used(capsys, monkeypatch, precision, units) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, units: True})
-    out = run(capsys, "train", "--duration", "1ba", "--model", "mlp", "--precision", precision)
-    assert ("this CPU has amx_bf16: --precision bf16" in out) is (precision == "fp32" and units is not None)
-
-
 @pytest.mark.slow
 def test_the_default_run_reaches_98_percent(capsys) -> None:
     accuracy = re.search(r"test accuracy\W+([\d.]+)%", run(capsys, "train", "--quiet"))
@@ -96,7 +89,6 @@ def test_the_process_is_not_changed(capsys) -> None:
 
 def test_plans_differ_along_the_run(capsys) -> None:
     start = run(capsys, "plan")
-    assert run(capsys, "train", "--plan") == start
     later = run(capsys, "plan", "--at", "0.6dur")
 
     def rows(plan: str) -> list[list[str]]:
@@ -104,7 +96,7 @@ def test_plans_differ_along_the_run(capsys) -> None:
 
     assert rows(start) == [["0", "mixup"], ["-", "selective_backprop"]]
     assert rows(later) == [["0", "selective_backprop"], ["1", "mixup"]]
-    assert run(capsys, "plan", "--at", "24ep") == run(capsys, "plan", "--at", f"{24 * 22 * 64}sp")
+    assert run(capsys, "plan", "--at", "24ep") == run(capsys, "plan", "--at", f"{24 * 22}ba")
 
 
 def test_algorithms_are_listed_in_groups(capsys) -> None:
@@ -151,9 +143,7 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--device", "bogus"], "--device: 'bogus'"),
         (["plan", "--at", "2dur"], "--at: 2dur: the run ends earlier, after 880 batches"),
         (["plan", "nowhere"], "plan: error: nowhere is not a run's folder: it does not exist; create one with train"),
-        (["train", "--durration", "1ep"], "arguments: --durration 1ep; did you mean '--duration' or"),
-        (["train", "--epochs", "3"], "unrecognized arguments: --epochs 3; write --duration 3ep (--help"),
-        (["train", "--ouut", "a"], "unrecognized arguments: --ouut a; did you mean '--out'? (--help"),
+        (["train", "--durration", "1ep"], "unrecognized arguments: --durration 1ep (--help"),
         (["algorithms", "mixpu"], "no algorithm is called 'mixpu'; did you mean 'mixup'?"),
         (["plot"], "plot: error: the following arguments are required: RUN"),
         (["trian"], "invalid choice"),
@@ -182,7 +172,7 @@ FAILING = {
     ),
     "progressive_resizing": (
         "RuntimeError: ",  # torch's own words differ
-        "[64, 1, 4, 4], int64[64]); the data have inputs [1, 8, 8], before a method changes them (--",
+        "[64, 1, 4, 4], int64[64]) (--",
     ),
 }
 
@@ -304,15 +294,6 @@ def test_a_port_that_another_program_uses_is_named(
     assert err.count("\n") == 1
 
 
-def test_a_dry_run_trains_one_batch_and_keeps_nothing(capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    out = run(capsys, "train", "--model", "mlp", "--fast-dev-run", "--quiet")
-    assert re.search(r"steps\W+1,", out) and "test accuracy" in out
-    assert list(tmp_path.iterdir()) == []
-    assert main(["train", "--fast-dev-run", "--out", "run"]) == 2
-    assert "leave out --out and --resume" in capsys.readouterr().err
-
-
 def test_epochs_and_evaluations_may_be_limited(capsys, monkeypatch) -> None:
     arguments = ("train", "--model", "mlp", "--quiet", "--algorithms", "none", "--duration", "2ep", "--limit-batches")
     assert re.search(r"steps\W+6,", run(capsys, *arguments, "3"))
@@ -324,8 +305,3 @@ def test_epochs_and_evaluations_may_be_limited(capsys, monkeypatch) -> None:
     for wrong in ("0", "1.5", "few"):
         assert main([*arguments, wrong]) == 2
         assert "expected a number of batches" in capsys.readouterr().err
-
-
-def test_the_network_can_be_printed(capsys) -> None:
-    out = run(capsys, "train", "--model", "mlp", "--summary")
-    assert "float32[64, 10]" in out and "50,826 parameters, 50,826 trainable" in out
