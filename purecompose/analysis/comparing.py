@@ -1,7 +1,6 @@
 """`compare`: where two runs begin to differ, how the difference grows, and in what their settings differ."""
 
 import contextlib
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from purecompose.analysis.replaying import (
     RecordedRun,
     checkpoints_in,
     differing,
-    losses_in,
     max_difference,
     point,
     states_from,
 )
 from purecompose.data.facts import differences as data_differences
 from purecompose.records import read_run
-from purecompose.records.layout import CONFIG
+from purecompose.records.layout import CONFIG, flat
 from purecompose.run.saving.comparison import differences
 from purecompose.run.saving.files import SavedTensors
 from purecompose.run.saving.folder import Found
@@ -59,8 +57,6 @@ class Comparison:
     """The difference at each common checkpoint."""
     settings: tuple[str, ...]
     """Lines about settings, versions, methods, data and code that differ."""
-    loss_batch: int | None
-    """The first batch whose recorded losses differ; `None` without records or a difference."""
 
     def __str__(self) -> str:
         parts = [f"a: {self.names[0]}\nb: {self.names[1]}"]
@@ -96,8 +92,6 @@ class Comparison:
         lines += [f"  {line}" for line in self.leaves[1:8]]
         if len(self.leaves) > 8:
             lines.append(f"  and in {len(self.leaves) - 8} other leaves")
-        if self.loss_batch is not None:
-            lines.append(f"the recorded losses differ from batch {self.loss_batch} on")
         return "\n".join(lines)
 
 
@@ -142,9 +136,7 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
             if exact is not None:
                 (batch, leaves), since = exact, exact[0] - 1
     settings = tuple(dict.fromkeys(_settings(*paths, *(checkpoints_in(path)[-1] for path in paths))))
-    return Comparison(
-        (str(paths[0]), str(paths[1])), batch, leaves, since, by_checkpoint, settings, _first_loss(*paths, tolerance)
-    )
+    return Comparison((str(paths[0]), str(paths[1])), batch, leaves, since, by_checkpoint, settings)
 
 
 def _path(run: Any) -> Path:
@@ -188,23 +180,10 @@ def _side_by_side(
     return None
 
 
-def _first_loss(a: Path, b: Path, tolerance: float) -> int | None:
-    ours, theirs = losses_in(a), losses_in(b)
-    for batch in sorted(ours.keys() & theirs.keys()):
-        then, now = (loss if isinstance(loss, list) else [loss] for loss in (ours[batch], theirs[batch]))
-        if len(then) != len(now) or not all(_are_close(*pair, tolerance) for pair in zip(then, now, strict=True)):
-            return batch
-    return None
-
-
-def _are_close(first: float, second: float, tolerance: float) -> bool:
-    return first == second or (first != first and second != second) or math.isclose(first, second, rel_tol=tolerance)
-
-
 def _settings(path_a: Path, path_b: Path, a: Found, b: Found) -> Iterator[str]:
     """Yield lines about what differs besides the states."""
     if (path_a / CONFIG).is_file() and (path_b / CONFIG).is_file():
-        yield from _of_mappings(_flat(read_run(path_a).config), _flat(read_run(path_b).config))
+        yield from _of_mappings(flat(read_run(path_a).config), flat(read_run(path_b).config))
     lines = differences(a.index.description, b.index.description)
     lines += data_differences(*(one.index.memory.get("data", {}) for one in (a, b)))
     for line in lines:  # they are written for a checkpoint and a state that it is loaded into
@@ -212,15 +191,6 @@ def _settings(path_a: Path, path_b: Path, a: Found, b: Found) -> Iterator[str]:
     yield from _of_mappings(a.index.environment, b.index.environment)
     lengths = ("duration", "batches_per_epoch")
     yield from _of_mappings(*({name: one.index.time[name] for name in lengths} for one in (a, b)))
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= (
-            {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, Mapping) else {name: value}
-        )
-    return flat
 
 
 def _of_mappings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

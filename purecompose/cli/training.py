@@ -136,7 +136,7 @@ def _run(
             folder.finish({"checksum": checksum(state.params)})
     missing: tuple[str, ...] = ()
     if folder is not None and place is not None:
-        if folder.goes_on and not stopwatch.batches:
+        if folder.is_resumed and not stopwatch.batches:
             done = f"after {setup.state.timestamp.run.duration}"
             done += "" if folder.was_complete else ", and its folder is complete now"
             say(f"the run in {place.named} had already ended, {done}; continue it with a longer --duration")

@@ -27,4 +27,4 @@ from purecompose.observers.recorder import (
 from purecompose.observers.records import Records as Records, read_records as read_records
 from purecompose.observers.samples import image_samples as image_samples, text_samples as text_samples
 from purecompose.observers.stopwatch import Stopwatch as Stopwatch
-from purecompose.observers.trackers import Comet as Comet, MLflow as MLflow, TensorBoard as TensorBoard, WandB as WandB
+from purecompose.observers.trackers import MLflow as MLflow, TensorBoard as TensorBoard, WandB as WandB

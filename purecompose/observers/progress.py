@@ -19,9 +19,7 @@ from purecompose.time.event import Event
 
 # Weight of the newest loss in the running mean: losses of single batches are noisy, even more with mixed targets.
 _SHARE_OF_NEWEST_LOSS = 0.05
-# The first line comes early, so that a long first epoch shows progress; the pause then doubles, up to the second.
-_SECONDS_BEFORE_LINE = 3.0
-_SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_READS, _SECONDS_BETWEEN_LINES = 0.1, 30.0
 # The rate is measured over the last readings, so that it adapts when the speed of the run changes.
 _READINGS_IN_RATE = 30
 
@@ -30,11 +28,10 @@ class Progress:
     """An observer that shows the progress, the loss, the last evaluation's metrics, batches per second and the time.
 
     In a terminal and in a notebook it draws a bar over the whole run, in the run's own unit. Elsewhere (a file, a pipe)
-    it prints a plain line after each epoch and each evaluation, with the remaining time at the recent rate. Within long
-    epochs there are lines after 3, 6, 12, 24 and 48 seconds of the run, and then every 30 seconds. It shows every
-    evaluator's latest metrics, or their shapes if they are not scalars. The loss is a running mean of about twenty
-    batches, kept on the device and read a few times per second, so no batch waits for it. A population's numbers are
-    shown as a range over its members, `loss 0.210..0.350`.
+    it prints a plain line after each epoch and each evaluation, and every 30 seconds within long epochs, with the
+    remaining time at the recent rate. It shows every evaluator's latest metrics that are single numbers. The loss is a
+    running mean of about twenty batches, kept on the device and read a few times per second, so no batch waits for it.
+    A population's numbers are shown as a range over its members, `loss 0.210..0.350`.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 
@@ -44,26 +41,21 @@ class Progress:
     Args:
         live: True to draw the bar; by default, if the output is a terminal or a notebook.
         file: The file to write to; by default standard output.
-        reads_per_second: Maximal number of times per second that the loss is read.
 
     Raises:
         ImportError: Rich is not installed.
-        ValueError: `reads_per_second` is not positive.
     """
 
-    def __init__(self, *, live: bool | None = None, file: TextIO | None = None, reads_per_second: float = 10.0) -> None:
+    def __init__(self, *, live: bool | None = None, file: TextIO | None = None) -> None:
         try:
             import rich.console
         except ImportError as error:
             raise ImportError("Progress needs rich; install it with `pip install 'purecompose[cli]'`") from error
-        if not reads_per_second > 0:
-            raise ValueError(f"reads_per_second={reads_per_second!r}: expected a positive number")
         self._console = rich.console.Console(file=file, force_terminal=live or None)
         can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
         self._is_notebook = file is None and _is_in_notebook()
         self._live = can_draw or self._is_notebook if live is None else live
         self._file = file
-        self._seconds_between_reads = 1.0 / reads_per_second
         self._stopwatch = Stopwatch()
         self._pace = Pace(self._stopwatch, _READINGS_IN_RATE)
         self._display: _TerminalDisplay | _NotebookDisplay | None = None
@@ -81,8 +73,7 @@ class Progress:
         elif event is Event.EVAL_START:
             self._show(state, "evaluating")
         elif event is Event.EVAL_END:
-            for name, value in state.metrics.items():
-                self._metrics[name] = _read(value) if _is_single(value, state) else tuple(value.shape)
+            self._metrics |= {name: _read(value) for name, value in state.metrics.items() if _is_single(value, state)}
             self._show(state)
         elif event is Event.EVAL_AFTER_ALL:
             self._after_epoch(state, is_new=True)  # including the last evaluation, after FIT_END
@@ -111,11 +102,11 @@ class Progress:
     def _reset(self) -> None:
         self._running_loss: Tensor | None = None
         self._loss: _Number | None = None
-        self._metrics: dict[str, _Number | tuple[int, ...]] = {}
+        self._metrics: dict[str, _Number] = {}
         self._pace.clear()
         self._last_read = -math.inf
         self._printed_batch = -1
-        self._opened_at = self._printed_at = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def _open(self, state: State) -> None:
         self.close()
@@ -135,13 +126,12 @@ class Progress:
             mean = loss.clone() if self._running_loss is None else self._running_loss
             self._running_loss = mean.lerp(loss, _SHARE_OF_NEWEST_LOSS)
         now = time.monotonic()
-        if now - self._last_read < self._seconds_between_reads:
+        if now - self._last_read < _SECONDS_BETWEEN_READS:
             return
         self._read(state)
         self._show(state)
         self._last_read = time.monotonic()
-        pause = max(self._printed_at - self._opened_at, _SECONDS_BEFORE_LINE)
-        if now - self._printed_at >= min(pause, _SECONDS_BETWEEN_LINES):
+        if now - self._printed_at >= _SECONDS_BETWEEN_LINES:
             self._print_line(state)
 
     def _after_epoch(self, state: State, *, is_new: bool = False) -> None:
@@ -199,17 +189,15 @@ def _read(value: Tensor) -> _Number:
     return value.item() if value.ndim == 0 else value.tolist()
 
 
-def _range(value: _Number | tuple[int, ...], form: str) -> str:
-    """Return a number, the lowest and the highest of several (NaN is the highest), or a shape, as text."""
-    if isinstance(value, tuple):
-        return f"of shape {value}"
+def _range(value: _Number, form: str) -> str:
+    """Return a number, or the lowest and the highest of several (NaN is the highest), as text."""
     if not isinstance(value, list):
         return format(value, form)
     ordered = sorted(value, key=lambda one: (math.isnan(one), one))
     return f"{ordered[0]:{form}}..{ordered[-1]:{form}}"
 
 
-def _describe(metrics: dict[str, _Number | tuple[int, ...]]) -> list[str]:
+def _describe(metrics: dict[str, _Number]) -> list[str]:
     """Return metrics as text, accuracies first and in percent, where "eval", if it is the only label, is left out."""
     label = "eval/" if all(name.startswith("eval/") for name in metrics) else ""
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}

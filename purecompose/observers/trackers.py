@@ -1,4 +1,4 @@
-"""Recorders for tracking services: TensorBoard, Weights & Biases, MLflow and Comet.
+"""Recorders for tracking services: TensorBoard, Weights & Biases and MLflow.
 
 Each logs the numbers, texts and images of its records with the number of batches as the step. Members of a population
 are logged separately: `loss/0`, `loss/1`, ... For another service, pass a sink to `Recorder`; see `Sink`.
@@ -93,30 +93,6 @@ class WandB(Recorder):
 
     def __init__(self, run: Any = None, *, settings: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(_WandbRun(run, settings), **options)
-
-
-class Comet(Recorder):
-    """A recorder that logs the records of a run to Comet.
-
-    Args:
-        run: A `comet_ml` experiment; it stays open. Without one, an experiment is created when training starts, and
-            ended when the recorder is closed.
-        settings: Arguments of `comet_ml.start` for a new experiment, such as
-            `{"project_name": "digits", "experiment_key": "..."}`.
-        **options: `every`, `monitors`, `group` and `seconds`; see `Recorder`.
-
-    Raises:
-        ImportError: There is no run, and the library is not installed.
-        TypeError: Both a run and settings, or a run of another kind.
-
-    Example::
-
-        with Comet(settings={"project_name": "digits"}, every="10ba") as tracker:
-            fit(step, state, data, observers=tracker)
-    """
-
-    def __init__(self, run: Any = None, *, settings: Mapping[str, Any] | None = None, **options: Any) -> None:
-        super().__init__(_CometRun(run, settings), **options)
 
 
 class _Values(NamedTuple):
@@ -215,22 +191,17 @@ class _TensorBoardRun(_Run):
         run.close()
 
 
-class _ServiceRun(_Run):
-    """A run of a service's library, given or made with settings."""
+class _WandbRun(_Run):
+    """A run of wandb, given or made with settings."""
 
-    def __init__(self, name: str, library: str, method: str, run: Any, settings: Mapping[str, Any] | None) -> None:
-        if run is not None and settings is not None:
-            raise TypeError(f"{name}: expected a run, or settings to make one, not both")
-        if run is not None and not hasattr(run, method):
-            raise TypeError(f"{name}: expected a run of {library} or settings={{...}}, got {shown(run)}")
-        super().__init__(run)
-        self._library: Any = _library(name, library) if run is None else None
-        self._settings = settings or {}
-
-
-class _WandbRun(_ServiceRun):
     def __init__(self, run: Any, settings: Mapping[str, Any] | None) -> None:
-        super().__init__("WandB", "wandb", "log", run, settings)
+        if run is not None and settings is not None:
+            raise TypeError("WandB: expected a run, or settings to make one, not both")
+        if run is not None and not hasattr(run, "log"):
+            raise TypeError(f"WandB: expected a run of wandb or settings={{...}}, got {shown(run)}")
+        super().__init__(run)
+        self._library: Any = _library("WandB", "wandb") if run is None else None
+        self._settings = settings or {}
 
     def _open(self) -> Any:
         return self._library.init(**self._settings)
@@ -241,24 +212,6 @@ class _WandbRun(_ServiceRun):
 
     def _end(self, run: Any) -> None:
         run.finish()
-
-
-class _CometRun(_ServiceRun):
-    def __init__(self, run: Any, settings: Mapping[str, Any] | None) -> None:
-        super().__init__("Comet", "comet_ml", "log_metrics", run, settings)
-
-    def _open(self) -> Any:
-        return self._library.start(**self._settings)
-
-    def _log(self, run: Any, values: _Values) -> None:
-        run.log_metrics(values.numbers, step=values.step)
-        for name, text in values.texts.items():
-            run.log_text(text, step=values.step, metadata={"name": name})
-        for name, image in values.images.items():
-            run.log_image(image.pixels.numpy(), name=name, step=values.step)
-
-    def _end(self, run: Any) -> None:
-        run.end()
 
 
 class _MlflowRun(_Run):

@@ -1,12 +1,15 @@
 """RunFolder: a folder with everything about a run, from its settings to its report."""
 
+import dataclasses
 import os
 import platform
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +19,7 @@ from purecompose._support.checks import check_flag, shown
 from purecompose._support.device import processor
 from purecompose._support.messages import is_remote, with_urls
 from purecompose.core.state import State
-from purecompose.observers import Records, learning_rate, memory, read_records, speed
+from purecompose.observers import Records, Stopwatch, learning_rate, memory, read_records, speed
 from purecompose.records.curves import draw_curves
 from purecompose.records.layout import (
     CHECKPOINTS,
@@ -37,14 +40,24 @@ from purecompose.records.layout import (
     write_text,
 )
 from purecompose.records.lock import Lock
-from purecompose.records.reading import FINISHED, Start, last_metrics, read_history, read_json, read_run, read_toml
+from purecompose.records.reading import (
+    FINISHED,
+    KILLED,
+    RUNNING,
+    Start,
+    last_metrics,
+    read_history,
+    read_json,
+    read_run,
+    read_toml,
+)
 from purecompose.records.report import write_report
-from purecompose.records.watch import Watch
 from purecompose.run.evaluation import Observer
 from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.comparison import describe, environment
 from purecompose.run.saving.folder import clear
 from purecompose.time import TimeLike
+from purecompose.time.event import Event
 
 
 class RunFolder:
@@ -83,7 +96,7 @@ class RunFolder:
 
     Attributes:
         path: The folder, as an absolute path.
-        goes_on: True if the folder already contained a run.
+        is_resumed: True if the folder already contained a run.
         was_complete: True if it contained all files of a finished run.
         unwritten: After `finish` or `stop`, the names of the files that could not be written completely.
 
@@ -135,7 +148,7 @@ class RunFolder:
         self._records = Records(
             self.path / RECORDS, every=every, monitors=[learning_rate(), speed(), memory(), self._clock]
         )
-        _goes_on(self.path, resume)  # raises before anything in the folder is changed
+        _is_run(self.path, resume)  # raises before anything in the folder is changed
         self.path.mkdir(parents=True, exist_ok=True)
         if (earlier := _OPEN.pop(self.path.resolve(), None)) is not None:
             earlier._records.close()  # otherwise its waiting records would be written between ours
@@ -147,26 +160,33 @@ class RunFolder:
             self._lock.take()
             _OPEN[self.path.resolve()] = self
             # Again, because another process may have changed the folder.
-            self.goes_on: bool = _goes_on(self.path, resume)
+            self.is_resumed: bool = _is_run(self.path, resume)
             self.was_complete: bool = all((self.path / name).exists() for name in (RESULT, REPORT))
-            trained, self._starts = read_history(self.path) if self.goes_on else ({}, [])
+            trained, self._starts = read_history(self.path) if self.is_resumed else ({}, [])
             self._changed = self._write_settings(settings)
         except BaseException:
             self._lock.release()
             raise
-        begins = self._begin_start, self._carry_out
-        self._watch = Watch(self._records, self.path, trained, self._starts, *begins, waits=self.was_complete)
+        self._trained = trained
+        self._stopwatch = Stopwatch()
+        self._start: Start | None = None
+        self._has_trained = False
+        # In the folder of a complete run nothing is written before there is a batch to train on.
+        self._waits = self.was_complete
+        self._reached: dict[str, int] = {}
+        self._seconds_before = 0.0
+        self._noted_at, self._is_noted, self._has_warned = time.monotonic(), True, False
         self._is_over = False
 
     @property
     def observer(self) -> Observer:
         """The observer to pass to `fit`; it writes the records and the history."""
-        return self._watch
+        return self
 
     @property
     def resume(self) -> str | None:
         """The value of `resume` to pass to `fit`: "auto" if the run continues."""
-        return "auto" if self.goes_on else None
+        return "auto" if self.is_resumed else None
 
     def checkpoints(self, **options: Any) -> Checkpoints:
         """Return `Checkpoints` in this folder, with the given options."""
@@ -201,9 +221,37 @@ class RunFolder:
             "algorithms": [repr(algorithm) for algorithm in step.algorithms],
             "duration": None if run.duration is None else str(run.duration),
         }
-        self._when_trained(lambda: setattr(self._watch, "trained", trained))
-        if not self.goes_on:
-            self._watch.note()
+        self._when_trained(lambda: setattr(self, "_trained", trained))
+        if not self.is_resumed:
+            self._note()
+
+    def __call__(self, event: Event, state: State) -> None:
+        """Handle an event of the run."""
+        if self._waits and event not in _BEGINS_WORK:
+            return
+        self._waits = False
+        if self._start is None or event is Event.FIT_START:
+            self._begin_start(event, state)
+        assert self._start is not None
+        if event is Event.BATCH_END and not self._has_trained:
+            self._has_trained = True
+            while self._pending:
+                self._pending.pop(0)()
+            self._start.changed, self._changed = self._changed, {}
+        self._stopwatch(event, state)
+        self._records(event, state)
+        if not event.is_eval:
+            now = state.timestamp
+            self._reached = {"batches": now.batch, "epochs": now.epoch, "samples": now.sample}
+            if now.token:
+                self._reached["tokens"] = now.token
+            self._start.until = now.batch
+        if event in _NOTED and time.monotonic() - self._noted_at >= _BETWEEN_NOTES:
+            self._note()
+
+    def flush(self) -> None:
+        """Write all records so far, because the run may continue from the checkpoint that is written next."""
+        self._records.flush()
 
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
         """Close the records and write result, curves and report. A second call writes them again.
@@ -239,7 +287,7 @@ class RunFolder:
     def _end(self, outcome: str, result: Mapping[str, Any] | None, *, draws: bool) -> None:
         self._is_over = True
         try:
-            if self._watch.has_begun or not self.goes_on:
+            if self._start is not None or not self.is_resumed:
                 self._write_end(outcome, result, draws)
             elif result and (self.path / RESULT).exists():
                 write_json(self.path / RESULT, {**read_json(self.path / RESULT), **result})
@@ -249,7 +297,12 @@ class RunFolder:
     def _write_end(self, outcome: str, result: Mapping[str, Any] | None, draws: bool) -> None:
         problems: dict[str, Exception] = {}
         with _noted(HISTORY, problems):
-            self._watch.end(outcome)
+            self._records.close()
+            if outcome == FINISHED and self._records.num_unwritten:
+                outcome = f"{FINISHED}, but {self._records.num_unwritten:,} records could not be written"
+            if self._start is not None:
+                self._start.outcome = outcome
+            self._note()
         if self._records.num_unwritten:
             problems[RECORDS] = OSError(f"{self._records.num_unwritten:,} records are missing")
         with _noted(RESULT, problems):
@@ -270,7 +323,7 @@ class RunFolder:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         # Without matplotlib there are no curves, but that is not a loss.
         lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
-        self.unwritten = tuple(dict.fromkeys([*([] if self._watch.is_noted else [HISTORY]), *lost]))
+        self.unwritten = tuple(dict.fromkeys([*([] if self._is_noted else [HISTORY]), *lost]))
 
     def _write_result(self, given: Mapping[str, Any] | None) -> None:
         if given is None:
@@ -281,7 +334,7 @@ class RunFolder:
         found = {
             # Not only from the file, which lacks the newest records if they could not be written.
             "metrics": last_metrics([*written, self._records.newest]),
-            **self._watch.reached,
+            **self._reached,
             "seconds": sum(start.seconds for start in self._starts),
             "evaluation_seconds": sum(start.evaluation_seconds for start in self._starts),
         }
@@ -290,40 +343,89 @@ class RunFolder:
     def _write_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
         """Write what is known before the run; return the differences to the settings in the folder."""
         changed: dict[str, Any] = {}
-        if self.goes_on and settings is not None:
+        if self.is_resumed and settings is not None:
             changed = changes(flat(read_toml(self.path / CONFIG)), flat(settings))
-        if settings is not None or not self.goes_on:
+        if settings is not None or not self.is_resumed:
             text = to_toml(settings or {})
             self._when_trained(lambda: write_text(self.path / CONFIG, text))  # first, as it marks the folder as a run's
-        if self._command is not None and not (self.goes_on and (self.path / COMMAND).exists()):
+        if self._command is not None and not (self.is_resumed and (self.path / COMMAND).exists()):
             command = f"{self._command}\n"
             self._when_trained(lambda: write_text(self.path / COMMAND, command))
         return changed
 
     def _when_trained(self, act: Callable[[], None]) -> None:
         """Call `act` now or, if the run continues, after its first batch."""
-        if self.goes_on:
+        if self.is_resumed:
             self._pending.append(act)
         else:
             act()
 
-    def _begin_start(self, batch: int, started: str) -> Start:
+    def _begin_start(self, event: Event, state: State) -> None:
+        """Add a start to the history: the run begins, or continues."""
+        if self._start is not None and self._start.batches == 0:
+            self._starts.remove(self._start)  # it was only an evaluation before the run
+        elif self._start is not None:
+            self._start.outcome = FINISHED  # another call of fit in the same folder
+            self._note()
+        self._records.flush()
+        batch = state.timestamp.batch - (event is Event.BATCH_END)
+        times = self._times() if self._starts else []
+        for earlier in self._starts:
+            if earlier.outcome == RUNNING:  # it was killed, so its records may be newer than its history
+                earlier.outcome, last = KILLED, times[-1] if times else (0, 0.0)
+                earlier.until = max(earlier.until, last[0])
+                earlier.seconds = max(earlier.seconds, last[1] - _seconds_at(earlier.batch, times))
+        self._seconds_before = _seconds_at(batch, times)
         self._lock.take()  # again, for a run after `finish`
-        if self.goes_on:
+        if self.is_resumed:
             with suppress(OSError):  # half-written files of a killed process do no harm
                 clear(self.path)
             (self.path / RESULT).unlink(missing_ok=True)  # it is out of date
-        return Start(batch, started, until=batch, command=self._command)
+        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        self._start = Start(batch, started, until=batch, command=self._command)
+        self._starts.append(self._start)
+        self._has_trained = False
+        self._stopwatch = Stopwatch()
+        self._note()
 
-    def _carry_out(self, start: Start) -> None:
-        """Write what waited for the first batch."""
-        while self._pending:
-            self._pending.pop(0)()
-        start.changed, self._changed = self._changed, {}
+    def _note(self) -> None:
+        """Write the history; if that fails, as on a full disk, there is one warning."""
+        self._noted_at = time.monotonic()
+        if self._start is not None:
+            self._start.seconds = self._stopwatch.seconds
+            self._start.evaluation_seconds = self._stopwatch.seconds - self._stopwatch.training_seconds
+        history = {"trained": self._trained, "starts": [dataclasses.asdict(start) for start in self._starts]}
+        try:
+            write_json(self.path / HISTORY, history)
+            self._is_noted = True
+        except OSError as error:
+            self._is_noted = False
+            if not self._has_warned:
+                self._has_warned = True
+                text = f"{self.path / HISTORY} cannot be written: {error}. Training continues"
+                warnings.warn(f"{text}; this warning is shown once", RuntimeWarning, stacklevel=2)
+
+    def _times(self) -> list[tuple[int, float]]:
+        """Return the batches in the records, with the wall-clock time of each."""
+        with suppress(OSError, ValueError):  # no file yet, or a damaged one, for which `Records` raises
+            name = "time/seconds"
+            return [(one["batch"], one[name]) for one in read_records(self._records.path) if name in one]
+        return []
 
     def _clock(self, state: State) -> dict[str, float]:
+        """Return the wall-clock time since the run's start, without training that was lost before it continued."""
         del state
-        return {"time/seconds": self._watch.seconds}
+        return {"time/seconds": self._seconds_before + self._stopwatch.seconds}
+
+
+_BETWEEN_NOTES = 10.0
+"""Seconds between two writes of the history, each of which syncs a file to disk; a killed run's is at most so old."""
+_BEGINS_WORK = frozenset({Event.BEFORE_DATALOADER, Event.BATCH_END})
+_NOTED = frozenset({Event.BATCH_END, Event.EVAL_AFTER_ALL, Event.EPOCH_END})
+
+
+def _seconds_at(batch: int, times: list[tuple[int, float]]) -> float:
+    return max((seconds for at, seconds in times if at <= batch), default=0.0)
 
 
 # The folders in use in this process. One that was left by an exception may still have unwritten records.
@@ -339,7 +441,7 @@ def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
         problems[name] = error
 
 
-def _goes_on(path: Path, resume: bool) -> bool:
+def _is_run(path: Path, resume: bool) -> bool:
     """Return whether the folder contains a run."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"RunFolder: {path} is a file; give a folder")

@@ -85,24 +85,16 @@ def test_a_run_that_was_at_its_end_has_no_line(tmp_path) -> None:
 def test_every_evaluation_has_its_line_with_all_evaluators() -> None:
     file = io.StringIO()
     share = {"accuracy": metrics.accuracy}
-    shapes = {
-        "classes": metrics.Metric(
-            lambda device=None: torch.zeros(3), lambda acc, outputs, targets: acc, lambda acc: acc
-        )
-    }
-    evaluators = [
-        Evaluator(make_batches(1), share, "1ep"),
-        Evaluator(make_batches(1), share | shapes, "2ba", label="val"),
-    ]
+    evaluators = [Evaluator(make_batches(1), share, "1ep"), Evaluator(make_batches(1), share, "2ba", label="val")]
     fit(compose(loop_events), make_state("1ep"), make_batches(4), evaluate=evaluators, observers=[Progress(file=file)])
     lines = file.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["0.5/1 ep", "1.0/1 ep", "1.0/1 ep"]
-    assert "val accuracy" in lines[0] and "val classes of shape (3,)" in lines[0]
+    assert "val accuracy" in lines[0]
     assert "eval accuracy" in lines[-1] and "val accuracy" in lines[-1]
 
 
-@pytest.mark.parametrize(("epoch", "lines"), [(100, [3, 6, 12, 24, 48, 78]), (20, [3, 6, 12, 20, 40, 60, 80])])
-def test_lines_come_soon_and_then_seldom(monkeypatch, epoch: int, lines: list[int]) -> None:
+@pytest.mark.parametrize(("epoch", "lines"), [(100, [30, 60, 90]), (20, [20, 40, 60, 80]), (70, [30, 60, 70])])
+def test_lines_come_seldom_within_an_epoch(monkeypatch, epoch: int, lines: list[int]) -> None:
     now, file = [0.0], io.StringIO()
     for module in (stopwatch, progress):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
@@ -196,13 +188,6 @@ def test_after_an_exception_dropping_the_display_restores_the_terminal() -> None
     del progress
     gc.collect()
     assert file.getvalue().count(SHOW_CURSOR) == 1
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_it_changes_nothing(live: bool) -> None:
-    watched = run(Progress(live=live, file=io.StringIO()))
-    alone = fit(compose(loop_events), make_state(), make_batches())
-    assert all(torch.equal(watched.params[name], alone.params[name]) for name in alone.params)
 
 
 def test_a_populations_numbers_are_shown_as_ranges() -> None:

@@ -24,7 +24,7 @@ from purecompose import (
     schedule,
     stack_states,
 )
-from purecompose.observers import History, NaNs, Progress, Recorder, learning_rate, memory, nans, speed
+from purecompose.observers import History, NaNs, Progress, Recorder, learning_rate, memory, nans, progress, speed
 from purecompose.observers.recorder import Due
 from purecompose.time import RunLength, Timestamp
 from tests.observers.observer_helpers import Kept, at, count_reads, make_batches, make_population, make_state
@@ -294,7 +294,7 @@ def recorder(**options: Any) -> Recorder:
         (lambda: recorder(monitors=[learning_rate(), memory(), speed()]), 4),
         (lambda: NaNs(check="params"), 6),  # the losses and the parameters of each epoch
         # The first batch, the ends of the epochs and of the run.
-        (lambda: Progress(file=io.StringIO(), reads_per_second=1e-3), 7),
+        (lambda: Progress(file=io.StringIO()), 7),
     ],
     ids=["history", "recorder", "monitors", "nans", "progress"],
 )
@@ -302,6 +302,7 @@ def test_values_are_read_once_an_epoch(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], num_reads: int
 ) -> None:
     monkeypatch.setattr(nans, "_SECONDS", math.inf)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_READS", math.inf)
     state, read = (
         make_state("60ba", optim.sgd(schedule.hparam("lr", 0.5) * schedule.linear())),
         count_reads(monkeypatch),

@@ -9,7 +9,6 @@ import torch
 
 from purecompose import Event
 from purecompose.observers import (
-    Comet,
     History,
     Image,
     MLflow,
@@ -61,7 +60,6 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: NaNs("0ba"), ValueError, "NaNs: every"),
     (lambda: Profile("traces", active=0), ValueError, "Profile: active"),
     (lambda: Profile("traces", skip_first=1.5), TypeError, "Profile: skip_first"),  # pyright: ignore
-    (lambda: Progress(reads_per_second=float("nan")), ValueError, "reads_per_second"),
     (lambda: learning_rate(0.1), TypeError, "names of settings"),  # pyright: ignore
     (lambda: speed(0), ValueError, "speed: window"),
     (lambda: image_samples(torch.ones(2)), TypeError, "image_samples: make"),  # pyright: ignore
@@ -75,8 +73,6 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: TensorBoard(), TypeError, "expected either a folder"),
     (lambda: MLflow(client=object()), TypeError, "run_id"),
     (lambda: WandB("digits"), TypeError, r"WandB: expected a run of wandb or settings={...}, got 'digits'"),
-    (lambda: Comet("digits"), TypeError, r"Comet: expected a run of comet_ml or settings={...}, got 'digits'"),
-    (lambda: Comet(object(), settings={}), TypeError, "not both"),
 ]
 
 
@@ -92,7 +88,6 @@ def test_a_wrong_argument_is_refused(call: Callable[[], Any], error: type[Except
         (Progress, "rich.console", "cli"),
         (MLflow, "mlflow", "mlflow"),
         (WandB, "wandb", "wandb"),
-        (Comet, "comet_ml", "comet_ml"),
         (lambda: TensorBoard("runs"), "torch.utils.tensorboard", "tensorboard"),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 
 from purecompose import compose, fit, loop_events
 from purecompose.observers import (
-    Comet,
     History,
     Image,
     MLflow,
@@ -110,7 +109,6 @@ def test_tracking_services_get_texts_and_images(monkeypatch: pytest.MonkeyPatch)
     recorders = [
         TensorBoard(writer=fake("add_scalar", "add_text", "add_image")),
         WandB(fake("log")),
-        Comet(fake("log_metrics", "log_text", "log_image")),
         MLflow("id", client=fake("log_batch", "log_text", "log_image")),
     ]
     image = Image(torch.zeros(2, 4, 3, dtype=torch.uint8))
@@ -125,8 +123,6 @@ def test_tracking_services_get_texts_and_images(monkeypatch: pytest.MonkeyPatch)
         *("add_image", "see", "Tensor", 3, ("dataformats", "HWC")),
     ]
     assert found["WandB"] == ["log", {"loss": 0.5, "say": "hello", "see": ("png", (2, 4, 3))}, ("step", 3)]
-    assert found["Comet"][:5] == ["log_metrics", {"loss": 0.5}, ("step", 3), "log_text", "hello"]
-    assert found["Comet"][-3:] == ["ndarray", ("name", "see"), ("step", 3)]
     assert found["MLflow"][:8] == [
         *("log_text", "id", "hello", "say/ba00000003.txt"),
         *("log_image", "id", "ndarray", "see/ba00000003.png"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from purecompose import Evaluator, Event, compose, fit, loop_events, metrics, population
-from purecompose.observers import Comet, History, MLflow, TensorBoard, WandB, learning_rate
+from purecompose.observers import History, MLflow, TensorBoard, WandB, learning_rate
 from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
@@ -114,32 +114,6 @@ def test_wandb_makes_a_run_and_finishes_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"pip install 'purecompose\[wandb\]'"):
         WandB()
-
-
-class FakeExperiment:
-    """A fake of Comet's experiment."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.is_finished = False
-
-    def log_metrics(self, dic: dict[str, float], prefix: str | None = None, step: int | None = None) -> None:
-        assert step is not None
-        self.rows.append((step, dic))
-
-    def end(self) -> None:
-        self.is_finished = True
-
-
-def test_comet_logs_records_at_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment, settings = FakeExperiment(), []
-    comet = types.SimpleNamespace(start=lambda **given: (settings.append(given), experiment)[1])
-    monkeypatch.setitem(sys.modules, "comet_ml", comet)  # type: ignore[arg-type]
-    with Comet(settings={"project_name": "digits"}) as observer:
-        expected = run(observer)
-    assert settings == [{"project_name": "digits"}] and experiment.is_finished
-    by_batch = [(record["batch"], record["loss"]) for record in expected if "loss" in record]
-    assert [(step, row["loss"]) for step, row in experiment.rows if "loss" in row] == by_batch
 
 
 @dataclasses.dataclass

@@ -29,7 +29,6 @@ from purecompose.algorithms import label_smoothing
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records, records as files
 from purecompose.records import RunFolder, folder, read_run
-from purecompose.records.watch import Watch
 from tests.records.run_helpers import STEP, make_batches, make_state, train, uninterrupted
 
 
@@ -73,11 +72,11 @@ def test_a_run_writes_all_files(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_pictures")
 def test_a_killed_run_resumes_in_its_folder(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", CONFIG, command="train.py")
-    assert run.resume is None and not run.goes_on
+    assert run.resume is None and not run.is_resumed
     train(run, until=6)  # in the middle of the second epoch: the checkpoint is that of batch 4
     del run
     with RunFolder(tmp_path / "run", {**CONFIG, "lr": 0.6}, command="train.py --resume", resume=True) as run:
-        assert run.resume == "auto" and run.goes_on
+        assert run.resume == "auto" and run.is_resumed
         state = train(run)
     assert tree.equal(state.params, uninterrupted().params)
     found = read_run(run.path)
@@ -191,7 +190,6 @@ def test_files_that_cannot_be_written_cause_one_warning(tmp_path: Path, monkeypa
     run = RunFolder(tmp_path / "run")
     state = make_state()
     run.begin(STEP, state)
-    monkeypatch.setattr("purecompose.records.watch.write_json", full)
     monkeypatch.setattr("purecompose.records.folder.write_json", full)
     with pytest.warns(RuntimeWarning, match=r"history.json cannot be written: .*No space left") as told:
         fit(STEP, state, make_batches(), observers=run.observer)
@@ -223,7 +221,7 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_an_empty_folder_or_hidden_files_are_accepted(tmp_path: Path) -> None:
     (tmp_path / ".DS_Store").touch()
-    assert not RunFolder(tmp_path, resume=True).goes_on
+    assert not RunFolder(tmp_path, resume=True).is_resumed
 
 
 def test_wrong_arguments_leave_no_folder(tmp_path: Path) -> None:
@@ -351,8 +349,8 @@ def test_a_run_that_died_between_its_last_checkpoint_and_the_end_of_its_folder_i
     whole = read_run(run.path)
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
         if place == "FIT_END":  # while signals are deferred, this is how the process ends in the last evaluation
-            watch = Watch.__call__
-            patch.setattr(Watch, "__call__", lambda *a: die() if a[1] is Event.FIT_END else watch(*a))
+            observe = RunFolder.__call__
+            patch.setattr(RunFolder, "__call__", lambda *a: die() if a[1] is Event.FIT_END else observe(*a))
         else:
             patch.setattr(*((RunFolder, place) if place == "_write_result" else (folder, place)), die)
         with RunFolder(tmp_path / "run", CONFIG) as run:
