@@ -74,7 +74,7 @@ def sweep(
     step: Step,
     state: State,
     data: Any,
-    values: Mapping[str, Sequence[float]] | Iterable[Mapping[str, float]],
+    values: Mapping[str, Sequence[float]],
     *,
     evaluate: Evaluator,
     metric: str | None = None,
@@ -95,8 +95,7 @@ def sweep(
         step: The step of one member, as `compose` or `compile` makes it.
         state: The state at the start, with its duration.
         data: Training data, as for `fit`.
-        values: For each name the values, of which all combinations are trained; or a list of settings, each a mapping
-            from names to values.
+        values: For each name the values, of which all combinations are trained.
         evaluate: The evaluator.
         metric: The metric, such as "eval/loss"; by default the evaluator's first.
         seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
@@ -170,27 +169,17 @@ def _tensors(setting: Mapping[str, float], state: State) -> dict[str, torch.Tens
 
 
 def _checked_settings(values: Any) -> list[dict[str, float]]:
-    """Return the settings, all with the same names."""
-    if isinstance(values, Mapping):
-        for name, given in values.items():
-            if isinstance(given, str) or not isinstance(given, Iterable):
-                raise TypeError(f"sweep: values[{name!r}]: expected a list of numbers, got {shown(given)}")
-        columns = [[*given] for given in values.values()]
-        settings: list[Any] = [dict(zip(values, one, strict=True)) for one in itertools.product(*columns)]
-    else:
-        settings = list(values)
-    if len(settings) < 2 or not all(isinstance(one, Mapping) and one for one in settings):
-        raise ValueError(
-            f"sweep: values: expected at least two settings, such as {{'lr': [0.01, 0.1]}} or "
-            f"[{{'lr': 0.01}}, {{'lr': 0.1}}], got {shown(values)}"
-        )
-    names = settings[0].keys()
-    for i, one in enumerate(settings):
-        if one.keys() != names:
-            raise ValueError(
-                f"sweep: values[{i}] has {sorted(one)}, and values[0] has {sorted(names)}: give the same names to all"
-            )
-    return [{name: check_number(float(one[name]), f"sweep: values of {name!r}") for name in names} for one in settings]
+    """Return the settings: all combinations of the values."""
+    if not isinstance(values, Mapping) or not values:
+        raise TypeError(f"sweep: values: expected lists of numbers by name, {{'lr': [0.01, 0.1]}}, got {shown(values)}")
+    for name, given in values.items():
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"sweep: values[{name!r}]: expected a list of numbers, got {shown(given)}")
+    columns = [[check_number(float(one), f"sweep: values of {name!r}") for one in values[name]] for name in values]
+    settings = [dict(zip(values, one, strict=True)) for one in itertools.product(*columns)]
+    if len(settings) < 2:
+        raise ValueError(f"sweep: values: expected at least two settings, got {shown(values)}")
+    return settings
 
 
 def _ranked(metric: str, mode: str, settings: Sequence[dict[str, float]], found: Any, end: State) -> Sweep:

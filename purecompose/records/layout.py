@@ -66,15 +66,21 @@ def read_text(file: Path) -> str:
     return read_whole(file, _MOST_BYTES).decode("utf-8", "replace") if file.exists() else ""
 
 
-def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked_settings(config: Any, where: str, *, is_nested: bool = False) -> dict[str, Any]:
     """Return a copy of settings, flat or one level nested, with paths as text, tuples as lists, and `None` left out."""
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"{where}: expected settings by name, a mapping, got {shown(config)}; for a namespace pass vars(namespace)"
+        )
     settings: dict[str, Any] = {}
-    for name, value in _named(config, where):
-        if isinstance(value, Mapping):
-            inside = f"{where}: {name}"
-            settings[name] = {inner: _plain(one, f"{inside}.{inner}") for inner, one in _named(value, inside)}
-        else:
-            settings[name] = _plain(value, f"{where}: {name}")
+    for name, value in config.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{where}: expected names of settings as strings, got {shown(name)}")
+        place = f"{where}.{name}" if is_nested else f"{where}: {name}"
+        if isinstance(value, Mapping) and not is_nested:
+            settings[name] = checked_settings(value, place, is_nested=True)
+        elif value is not None:
+            settings[name] = _plain(value, place)
     return settings
 
 
@@ -111,18 +117,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     """Return the values that differ, the old one and the new one of each name."""
     names = [*before, *(name for name in now if name not in before)]
     return {name: [before.get(name), now.get(name)] for name in names if repr(before.get(name)) != repr(now.get(name))}
-
-
-def _named(config: Any, where: str) -> list[tuple[str, Any]]:
-    """Return the settings that are not `None`."""
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            f"{where}: expected settings by name, a mapping, got {shown(config)}; for a namespace pass vars(namespace)"
-        )
-    for name in config:
-        if not isinstance(name, str):
-            raise TypeError(f"{where}: expected names of settings as strings, got {shown(name)}")
-    return [(name, value) for name, value in config.items() if value is not None]
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -81,7 +81,7 @@ def own_generator() -> DataLoader[Any]:
         (lambda run: refused_ablation(data=own_generator()), "the DataLoader has its own generator"),
         (lambda run: refused_sweep({"lr": 0.1}), r"values\['lr'\]: expected a list of numbers, got 0.1"),
         (lambda run: refused_sweep({"lr": [0.1]}), "expected at least two settings"),
-        (lambda run: refused_sweep([{"lr": 0.1}, {"decay": 0.1}]), r"values\[1\] has \['decay'\]"),
+        (lambda run: refused_sweep([{"lr": 0.1}]), "values: expected lists of numbers by name"),
         (lambda run: refused_sweep({"decay": RATES}), "no hparam 'decay'"),
         (lambda run: refused_sweep({"lr": RATES}, metric="eval/f1"), "the evaluator reports eval/loss, eval/accuracy"),
         (lambda run: refused_range(low=0), "low: expected a finite number > 0"),

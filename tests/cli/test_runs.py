@@ -18,7 +18,6 @@ from purecompose.cli import load_run, main
 from purecompose.cli.options import UsageError
 from purecompose.records import RunFolder
 from purecompose.run.saving import folder
-from tests.sampling import one_in
 
 
 SMALL = ("--model", "mlp(hidden=16)", "--duration", "2ep", "--quiet")
@@ -241,37 +240,6 @@ def test_compiled_and_in_half_precision(run: Run) -> None:
     assert status == 2 and "--precision: fp8: expected one of fp32" in err
     status, _, err = run("train", *SMALL, "--microbatches", "few")
     assert status == 2 and "expected a number of slices, or auto" in err
-
-
-def test_cards(run: Run) -> None:
-    status, out, _ = run("algorithms", "mixup")
-    assert status == 0 and out.startswith("mixup(alpha=0.2") and "Beta distribution" in out
-    status, _, err = run("algorithms", "mixpu")
-    assert status == 2 and "mixup" in err
-
-
-@pytest.mark.parametrize(
-    "settings",
-    one_in(
-        4,
-        [
-            ("--duration", "2ep"),
-            ("--duration", "1500sp"),
-            ("--duration", "9ba", "--seeds", "2"),
-            ("--duration", "9ep", "--patience", "1ep", "--optimizer", "sgd(lr=1e-9)"),
-        ],
-    ),
-)
-@pytest.mark.slow
-def test_a_complete_run_is_reported_and_not_changed(run: Run, settings: tuple[str, ...]) -> None:
-    def contents() -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in pathlib.Path("a").rglob("*") if path.is_file()}
-
-    assert run("train", *SMALL, *settings, "--out", "a")[0] == 0
-    before = contents()
-    status, out, err = run("train", "--out", "a", "--resume", "--quiet")
-    assert status == 0 and "had already ended" in out, err
-    assert contents() == before
 
 
 @pytest.mark.slow

@@ -103,6 +103,8 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
     lines = run(capsys, "algorithms").splitlines()
     assert {line.split()[0] for line in lines if line.startswith("  ")} == FACTORIES.keys()
     assert lines[0] == "On the batch" and all(len(line) <= 100 for line in lines)
+    card = run(capsys, "algorithms", "mixup")
+    assert card.startswith("mixup(alpha=0.2") and "Beta distribution" in card
 
 
 @pytest.mark.parametrize(

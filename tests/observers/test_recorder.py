@@ -312,10 +312,3 @@ def test_values_are_read_once_an_epoch(
     read.clear()
     fit(compose(loop_events), state, make_batches(20), observers=make())
     assert len(read) - without <= num_reads
-
-
-def test_a_history_reads_all_losses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History()
-    fit(compose(loop_events), make_state(), make_batches(), observers=history)
-    read = count_reads(monkeypatch)
-    assert len(history.records) == 12 and read == ["tolist"]
