@@ -160,6 +160,22 @@ def without(program: Sequence[Any], name: str) -> tuple[Any, ...]:
     return tuple(type(node)(*without(node.body, name)) if isinstance(node, Scope) else node for node in kept)
 
 
+def assert_near(found: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+    """Assert that two trees are equal within a share of each leaf's largest magnitude, with the differing places."""
+    near = pc.tree.differences(found, expected, tolerance=lambda _: pc.tree.Tolerance(rtol, atol))
+    assert list(map(str, near)) == []
+
+
+def trained_by_torch(net: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batches: Any) -> dict[str, Tensor]:
+    """Return the parameters of a network after a step of SGD with rate 0.1 on each batch."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(net, batch).backward()
+        optimizer.step()
+    return {name: param.detach() for name, param in net.named_parameters()}
+
+
 def nt_xent(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return a contrastive loss, in which examples with the same target are alike; it couples examples."""
     outputs = F.normalize(outputs, dim=1)

@@ -173,11 +173,6 @@ def test_a_getter_without_a_setter_cannot_write():
         batches.put({"a": 1}, operator.itemgetter("a"), 2)
 
 
-@pytest.mark.parametrize("key", [0, -1, "x", [0, "x"], len, (len, max)])
-def test_supported_keys(key):
-    batches.check_field(key, "input_field")
-
-
 @pytest.mark.parametrize("key", [True, None, 1.5, (0, 1), (len,), (len, max, min), torch.ones(1)])
 def test_arguments_that_are_not_keys_are_refused(key):
     with pytest.raises(TypeError, match="input_field="):
@@ -254,15 +249,6 @@ def test_lists_with_an_entry_for_each_example_are_chosen_from(batch, member):
     assert member(batch) is whole and len(whole) == 12
 
 
-def test_arrays_are_cut_and_chosen_from():
-    numpy = pytest.importorskip("numpy")
-    batch = {"x": torch.arange(4), "id": numpy.array(["a", "b", "c", "d"]), "size": numpy.array([2, 2])}
-    parts = batches.split(batch, 2)
-    assert [part["id"].tolist() for part in parts] == [["a", "b"], ["c", "d"]]
-    assert parts[1]["size"] is batch["size"]
-    assert batches.take(batch, torch.tensor([3, 1]))["id"].tolist() == ["d", "b"]
-
-
 def test_members_shared_by_all_examples_are_in_each_part():
     common = {"text": "abcd", "number": 4, "size": [32, 32], "none": None, "pair": Named(1, 2), "settings": Data(1, 2)}
     batch = {"x": torch.arange(4), **common}
@@ -325,11 +311,3 @@ def test_sizes_may_be_symbols():
 
     graph = make_fx(run, tracing_mode="symbolic")(torch.ones(5), torch.ones(5, 2))
     assert graph(torch.ones(7), torch.ones(7, 2)).tolist() == [7.0] * 7
-
-
-def test_objects_without_tensors_are_shared_by_map_tensors():
-    plain, module = SimpleNamespace(a=1), torch.nn.Linear(1, 1)
-    batch = (torch.ones(2), plain, module, {"text": ["a", "b"]})
-    after = batches.map_tensors(lambda leaf: leaf * 2, batch)
-    assert after[0].tolist() == [2.0, 2.0] and after[1] is plain and after[2] is module
-    assert batches.tensors(batch) == [batch[0]], "a module's weights are not members of a batch"

@@ -42,7 +42,7 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run_script
 
 
-QUICK = {"unmatched", "recording", "quality/ensemble", "quality/finetuning", "products"}
+QUICK = {"unmatched", "quality/ensemble", "products"}
 SCRIPTS: list[tuple[str, str, Callable[[list[dict[str, Any]]], bool]]] = [
     ("unmatched", "", lambda rows: [row["algorithms"] for row in rows] == ["none", "five", "none again"]),
     ("recording", "", lambda rows: all(10 < row["checkpoints of 100,000 batches"] <= 20 for row in rows)),
@@ -84,22 +84,6 @@ def test_a_script_runs_in_its_short_form(
     assert rows and is_right(rows), rows
 
 
-def test_eager_parts_adds_up_to_the_composed_step(run: Run) -> None:
-    rows = run("eager_parts")
-    assert rows[0]["of by hand"] == 1.0 and rows[-1]["side"].endswith("the composed step")
-    times = [row["us a step"] for row in rows[1:]]
-    assert abs(times[0] + sum(row["more"] for row in rows[2:]) - times[-1]) <= len(rows)  # all are rounded
-
-
-@pytest.mark.slow
-def test_draws_count_operations_and_compare_two_emulations(run: Run) -> None:
-    rows = run("draws")
-    counted = {row["draw"]: row["operations"] for row in rows}
-    assert 1 <= counted["uniform, 64"] < counted["mixup_batch, 64 x 64"]
-    assert counted["dropout, one more"] <= (5 if rows[0]["way"] == "kernels" else 160)
-    assert [row["way"] for row in rows[-2:]] == ["Python's integers", "tensor operations"]
-
-
 def test_mutants_change_one_place_each(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
     mutation = runpy.run_path(str(FOLDER / "mutation.py"))
@@ -132,16 +116,6 @@ def test_states_that_differ_from_a_record_are_reported(
     with pytest.raises(SystemExit, match="1|True"):
         main()
     assert "label_smoothing(0.1) on vectors: gone" in capsys.readouterr().out
-
-
-def test_quartiles_of_times_to_a_target_that_some_runs_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    quartiles = runpy.run_path(str(FOLDER / "_timing.py"))["quartiles"]
-    inf = math.inf
-    assert quartiles([4.0, 1.0, 2.0, 3.0]) == (1.25, 2.5, 3.75)
-    assert quartiles([2.2, inf, 2.0]) == (2.0, 2.2, inf)
-    assert quartiles([inf, 1.0, inf, 3.0, 2.0]) == (1.5, 3.0, inf)
-    assert quartiles([inf, inf, 1.0]) == (1.0, inf, inf)
 
 
 def test_profile_scores_integrate_the_fraction_of_workloads_near_the_fastest() -> None:
@@ -197,30 +171,6 @@ def test_gallery_measures_programs_beside_plain_loops(run: Run, monkeypatch: pyt
     table = runpy.run_path(str(FOLDER / "gallery.py"))["table"]
     results = json.loads((FOLDER / "results" / "gallery.json").read_text())
     assert table(results) in (FOLDER.parent / "docs" / "gallery.md").read_text()
-
-
-@pytest.mark.slow
-def test_scaling_counts_small_networks_and_estimates_each_mode(run: Run) -> None:
-    rows = run("scaling", "--network", "gpt", "--gpus", "2", "16", "--batch", "4")
-    assert [(row["GPUs"], row["mode"], row["shards"]) for row in rows] == [
-        (2, "data_parallel", ""),
-        (2, "fully_sharded, step", 2),
-        (2, "fully_sharded, layer", 2),
-        (16, "data_parallel", ""),
-        (16, "fully_sharded, step", 16),
-        (16, "fully_sharded, step", 8),
-        (16, "fully_sharded, layer", 16),
-        (16, "fully_sharded, layer", 8),
-    ]
-    assert all(row["messages"] > 0 and row["efficiency %"] < 100 and row["limit"] == "latency" for row in rows)
-
-
-@pytest.mark.slow
-def test_ablation_has_a_row_for_each_method_and_one_for_the_null(run: Run) -> None:
-    rows = run("ablation")
-    assert [row["method"] for row in rows] == ["mixup", "label_smoothing", "a null: permuted batches"]
-    assert rows[0]["with"].endswith("%") and rows[0]["step time"].strip("()")[0] in "+-"
-    assert "contains 0 in" in rows[2]["interval"]
 
 
 def test_scaling_estimates_from_stored_counts_as_on_its_page(

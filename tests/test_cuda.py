@@ -14,19 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from purecompose import (
-    Event,
-    State,
-    analysis,
-    batch as batches,
-    compose,
-    evaluate,
-    fit,
-    hparam,
-    loop_events,
-    metrics,
-    optim,
-)
+from purecompose import Event, State, batch as batches, compose, evaluate, fit, hparam, loop_events, metrics, optim
 from purecompose.core.loop import eval_events
 from purecompose.random import choice
 from purecompose.run.evaluation import Evaluator, run_evaluator
@@ -161,21 +149,6 @@ def test_optimizers_do_not_wait(optimizer: str, device: str, watch: Watch) -> No
     assert run_watched(state, [], data, device, watch, microbatches=2).timestamp.batch == 4
 
 
-@needs_cuda
-def test_an_optimizer_of_torch_gives_the_same_step_on_the_gpu() -> None:
-    """It reads its rate back in every step, so it is not among those that do not wait."""
-    chosen = TASKS["vectors"]
-    optimizer = optim.from_torch(torch.optim.Adamax, lr=0.01 * cosine())
-    state = chosen.make_state(0, optimizer=optimizer, duration="4ba", batches_per_epoch=4)
-    step, batch = compose(loop_events), chosen.make_batch(0, 6)
-    here, there = state, state.to("cuda")
-    on_device = batches.map_tensors(lambda tensor: tensor.cuda(), batch)
-    for _ in range(4):
-        here, there = step(here, batch), step(there, on_device)
-    assert {param.device.type for param in there.params.values()} == {"cuda"}
-    torch.testing.assert_close({name: param.cpu() for name, param in there.params.items()}, here.params)
-
-
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["vectors", "images"])
@@ -217,20 +190,8 @@ def _makes(state: State) -> State:
     return state.replace(metrics={"made": torch.tensor(2.0, device=state.device)})
 
 
-def _looks_up(state: State) -> State:
-    return state.replace(metrics={"row": state.inputs[torch.tensor([0, 1])].sum()})
-
-
-def _decides(state: State) -> State:
-    return state.replace(metrics={"decided": state.key.sum() if state.key.sum() > 0 else state.key})
-
-
-def _copies(state: State) -> State:
-    return state.replace(metrics={"copied": torch.zeros(3).to(state.device)})
-
-
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
-@pytest.mark.parametrize("fn", [_reads, _chooses, _makes, _looks_up, _decides, _copies])
+@pytest.mark.parametrize("fn", [_reads, _chooses, _makes])
 def test_operations_that_wait_are_found(fn: Callable[[State], State], device: str, watch: Watch) -> None:
     # Only from the second time on: the run before the checked one must pass, also on a device without values.
     times: list[int] = []
@@ -315,26 +276,3 @@ def test_dropout_on_a_gpu_draws_the_same_as_on_the_cpu() -> None:
     here = step(make_state(net), batch)
     for name, param in there.params.items():
         torch.testing.assert_close(param.cpu(), here.params[name], rtol=1e-4, atol=1e-5)
-
-
-@needs_cuda
-def test_experiments_on_a_gpu_take_data_from_the_host() -> None:
-    data = [(torch.randn(8, 4), torch.arange(8) % 3) for _ in range(4)]
-    evaluator = Evaluator(data)
-
-    def state(seed: int) -> State:
-        optimizer = optim.sgd(hparam("lr", 0.1))
-        return make_state(make_mlp(), optimizer=optimizer, key=seed, duration="2ep", device="cuda")
-
-    step = compose(loop_events)
-    assert len(analysis.learning_rate_range(step, state(0), data, num_batches=10).losses) == 10
-    found = analysis.ablate(
-        lambda methods: compose(loop_events, methods),
-        state,
-        data,
-        [Subject.of("label_smoothing(0.1)").algorithm],
-        evaluate=evaluator,
-        seeds=2,
-        time_rounds=1,
-    )
-    assert {cell.mode for cell in found.cells} == {"population"}

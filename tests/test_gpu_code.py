@@ -8,14 +8,11 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks.gpu_code.attention import empty
-from benchmarks.gpu_code.devices import DEVICES, H100, L4
+from benchmarks.gpu_code.devices import H100, L4
 from benchmarks.gpu_code.faults import FAULTS, aliased_memory, early_write, other_draws
-from benchmarks.gpu_code.interpreting import load
-from benchmarks.gpu_code.numbers import allowed, difference
+from benchmarks.gpu_code.numbers import difference
 from benchmarks.gpu_code.peaks import peak_of
-from benchmarks.gpu_code.pretend import InterfaceError, find, pretend, replace
-from benchmarks.gpu_code.report import row_of, table
+from benchmarks.gpu_code.pretend import InterfaceError, find, replace
 from benchmarks.gpu_code.rules import host_work
 from benchmarks.gpu_code.timing import node_time, times
 from benchmarks.gpu_code.writing import Code, Node
@@ -51,21 +48,6 @@ def test_without_cuda_graphs_a_step_of_short_kernels_takes_its_launches() -> Non
     assert long.without_graphs == long.with_graphs == pytest.approx(10e-3, rel=0.01)
 
 
-def test_several_codes_run_one_after_the_other() -> None:
-    code = make_code(make_node(10**9), kernels=3)
-    one, two = times([code], H100), times([code, code], H100)
-    assert two.with_graphs == pytest.approx(2 * one.with_graphs)
-
-
-def test_a_table_has_a_line_for_each_step_and_a_time_for_each_device() -> None:
-    rows = [row_of("mlp", "plain", side, [make_code(make_node(2**20), kernels=2)]) for side in ("ours", "by hand")]
-    lines = table(rows).splitlines()
-    assert lines[0].startswith("| network | methods | side | kernels | calls | MiB | peak MiB |")
-    assert all(f"{name} ms" in lines[0] for name in DEVICES)
-    assert lines[2].startswith("| mlp | plain | ours | 2 | 0 | 1.0 | 1.0 | 0.012 / 0.001 |")
-    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-
-
 @pytest.mark.parametrize(
     "line, what",
     [
@@ -80,12 +62,6 @@ def test_work_on_the_host_is_reported_with_its_line(line: str, what: str) -> Non
     assert host_work(make_code(source=clean), graph) == []
     (found,) = host_work(make_code(source=f"{clean}    {line}\n"), graph)
     assert found.startswith(what) and line in found
-
-
-def test_host_tensors_and_sizes_of_a_graph_are_reported() -> None:
-    graph = torch.fx.symbolic_trace(torch.nn.Identity())
-    next(iter(graph.graph.nodes)).meta["val"] = torch.ones(2)
-    assert host_work(make_code(), graph) == ["has a tensor of the host: input_1"]
 
 
 def test_the_peak_counts_allocations_aliases_and_saved_values_until_they_are_deleted() -> None:
@@ -118,12 +94,6 @@ def test_a_moved_interface_is_named() -> None:
     assert find("torch.nn.Linear.forward") is torch.nn.Linear.forward
 
 
-def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(InterfaceError, match=r"bash benchmarks/gpu_code/run`, with GPU_CODE_PYTHON"):
-        pretend()
-
-
 def test_a_difference_is_relative_to_large_numbers_and_of_one_nan_is_infinite() -> None:
     ones = torch.ones(2, 2)
     assert difference(ones, ones) == 0
@@ -136,26 +106,6 @@ def test_a_difference_is_relative_to_large_numbers_and_of_one_nan_is_infinite() 
     special = torch.tensor([float("nan"), float("inf"), 4.0])
     assert difference(special, special) == 0 and difference(special, special.roll(1)) == float("inf")
     assert difference(special + torch.tensor([0, 0, 1]), special) == 0.25
-
-
-def test_rounding_explains_no_lost_update() -> None:
-    old, new = torch.zeros(2), torch.tensor([0.01, 0.02])
-    assert allowed(new, old, 0.0, computed_in_half=False) == pytest.approx(0.002)
-    assert allowed(new, new, 0.0, computed_in_half=False) < 1e-6 < allowed(new, new, 0.0, computed_in_half=True) < 0.02
-    assert allowed(new, old, 0.002, computed_in_half=False) == pytest.approx(0.004)
-    assert allowed(new.bfloat16(), new.bfloat16(), 0.0, computed_in_half=False) == 2.0**-6
-
-
-def test_memory_that_nothing_has_written_holds_no_usual_number() -> None:
-    assert empty((2, 3), (4, 1), torch.bfloat16).isnan().all()
-    assert (empty((2,), (1,), torch.int64) == 2**63 - 1).all() and empty((2,), (1,), torch.bool).all()
-    assert empty((2, 3), (1, 2), torch.float32).stride() == (1, 2)
-
-
-def test_kernels_are_interpreted_only_in_a_process_started_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(InterfaceError, match="started with TRITON_INTERPRET=1"):
-        load("")
 
 
 SOURCE = """

@@ -1,15 +1,12 @@
 """Rules for the GPU code of whole steps, and the list of what is tried; the code itself needs a CUDA build of torch."""
 
 import inspect
-import pathlib
 
 import exports
 import pytest
 import torch
 
-from benchmarks.gpu_code.proving import Proof
 from benchmarks.gpu_code.rules import broken, races, unfit_for_replay, ungrouped
-from benchmarks.gpu_code.shipped import recorded, summary
 from benchmarks.gpu_code.trials import LOSSES, NETWORKS, OPTIMIZERS, trials
 from benchmarks.gpu_code.writing import Code
 from purecompose import losses, optim
@@ -72,17 +69,6 @@ def test_memory_is_written_where_it_was_read(pointer: str, index: str, is_broken
     assert bool(races(make_code(kernel, launch))) is is_broken
 
 
-def test_a_number_is_at_place_0_in_every_spelling() -> None:
-    kernel = """
-def triton_poi_fused_1(in_out_ptr0, xnumel):
-    xnumel = 1
-    tmp0 = tl.load(in_out_ptr0 + (0))
-    tl.store(in_out_ptr0 + (tl.full([1, 1], 0, tl.int32).broadcast_to(XBLOCK, 1)), tmp0, None)
-''', device_str='cuda')
-"""
-    assert races(make_code(kernel, "triton_poi_fused_1.run(buf0, 1, stream=raw_stream0)")) == []
-
-
 @pytest.mark.parametrize(
     "access, numel, is_broken",
     [
@@ -127,11 +113,6 @@ def test_updates_of_several_parameters_are_one_kernel(kind: str, num: int, found
     assert ungrouped(make_code(kernels, *map(launch.format, range(num)))) == found
 
 
-def test_a_launch_in_another_form_is_an_error() -> None:
-    with pytest.raises(ValueError, match="1 kernels are launched, and 0 of them in the form"):
-        races(make_code("", "other_kernel.run(buf0)"))
-
-
 @pytest.mark.parametrize(
     "call, what",
     [
@@ -172,27 +153,3 @@ def test_everything_that_ships_is_tried() -> None:
     assert {name.split()[0] for name in LOSSES} >= own | {"over_batch"} and "cross_entropy" in own
     assert set(NETWORKS) == set(models.MODELS)
     assert "muon" in OPTIMIZERS and len(trials()) == len(names)
-
-
-def test_runs_know_what_may_have_several_graphs_and_rounds() -> None:
-    made = trials()
-    plain, host = made["method mixup vectors"](), made["method seq_length_warmup tokens"]()
-    assert plain.is_one_graph and not host.is_one_graph and not made["microbatches vectors"]().is_one_graph
-    assert not plain.is_half and made["precision bf16 vectors"]().is_half
-    assert made["method mixup bf16_weights"]().is_half
-    assert len(plain.batches) == 4 and plain.state.params["0.weight"].dtype is torch.float32
-
-
-def test_a_summary_counts_and_lists_and_a_record_is_read_again(tmp_path: pathlib.Path) -> None:
-    good = Proof("a", 3, 2, binaries=6, difference=1e-7, reason="loss")
-    bad = Proof("b", 3, 2, ("torch.ops.x",), ("reads a value",), 6, None, reason="no kernel")
-    other = Proof("c", difference=1e-3, reason="params")
-    path = tmp_path / "record"
-    path.write_text("".join(f"{proof.as_json}\n" for proof in (good, bad, other)))
-    assert list(recorded(path).values()) == [good, bad, other] and recorded(None) == {}
-    lines = summary([good, bad, other]).splitlines()
-    assert lines[0].startswith("3 trials: 2 (66.7%) compile under the rules, 1 (33.3%) have the eager")
-    assert lines[1:] == [f"  {bad}", f"  {other}"]
-    assert str(good) == "a: 3 kernels, 2 calls; keeps the rules; 6 assembled; equal to 1e-07"
-    assert "BREAKS: reads a value" in str(bad) and "NOT RUN (no kernel)" in str(bad)
-    assert "DIFFERENT: params by 1.0e-03" in str(other)

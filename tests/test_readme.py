@@ -29,11 +29,6 @@ def test_the_readmes_code_blocks_run_one_after_the_other(capsys) -> None:
     assert isinstance(names["eight"], pc.Step)
 
 
-def test_the_first_block_is_about_fifteen_lines_of_code() -> None:
-    lines = [line for line in BLOCKS[0].splitlines() if line.strip()]
-    assert len(lines) <= 16
-
-
 def rows_of(name: str, **values: object) -> list[Mapping]:
     """Return the rows of a benchmark's record that have these values."""
     rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, batch as batches, losses, optim, tree
-from purecompose.testing import TASKS
 from purecompose.testing.ranks import played
+from tests.helpers import assert_near, trained_by_torch
 
 
 LENGTH, SIZE = 5, 6
@@ -47,19 +47,10 @@ def make_state(net: nn.Module, *, each: bool = False, batch_dim: int = 1) -> Sta
 
 
 def torch_params(each: bool) -> dict[str, Tensor]:
-    net = make_net(each=each)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for size in (SIZE, 4):
-        optimizer.zero_grad()
-        inputs, targets = make_batch(size, each=each)
-        nn.functional.cross_entropy(net(inputs), targets.flatten()).backward()
-        optimizer.step()
-    return {name: param.detach() for name, param in net.named_parameters()}
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    near = tree.differences(found, expected, tolerance=lambda _: tree.Tolerance(1e-9, 1e-12))
-    assert list(map(str, near)) == []
+    batches = [make_batch(size, each=each) for size in (SIZE, 4)]
+    return trained_by_torch(
+        make_net(each=each), lambda net, batch: flat_cross_entropy(net(batch[0]), batch[1]), batches
+    )
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -79,32 +70,6 @@ def test_processes_share_the_examples():
         state = ours[0]
     assert tree.equal(ours[0].params, ours[1].params)
     assert_near(state.params, torch_params(True))
-
-
-def test_simulated_processes_take_several_steps_with_buffers():
-    def act(step: pc.Step) -> State:
-        state = TASKS["images"].make_state(0)
-        for number in range(2):
-            state = step(state, TASKS["images"].make_batch(number, 4))
-        return state
-
-    first, second = played(pc.compose(pc.loop_events), 2)(act)
-    assert tree.equal(first.buffers, second.buffers)
-
-
-def test_slices_use_different_random_numbers():
-    """Slices of equal examples have different dropout."""
-    inputs, _ = make_batch(1)
-    seen: list[Tensor] = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        seen.append(outputs.detach())
-        return nn.functional.cross_entropy(outputs, targets)
-
-    state = State.create(make_net(dropout=0.5), loss=loss, optimizer=optim.sgd(0.1), batch_dim=1)
-    pc.compose(pc.loop_events, microbatches=2)(state, (inputs.expand(-1, 8, -1), torch.zeros(8, dtype=torch.int64)))
-    first, second = seen[:2]  # what follows belongs to the check of gradients
-    assert not torch.equal(first, second)
 
 
 def test_inputs_and_targets_of_different_lengths_are_an_error():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, algorithms as alg, compose, loop, loop_events, losses
+from purecompose import State, algorithms as alg, compose, loop, loop_events
 from purecompose.testing.ranks import played
 from tests.helpers import SumOfMeans, assert_close, make_batch, make_mlp, make_state
 
@@ -72,9 +72,7 @@ def test_compiled_and_mapped_slices_agree():
     step, states = compose(loop_events, microbatches=5), [state_of(Weighted()), state_of(Weighted(), key=1)]
     expected = [compose(loop_events)(state, batch_of()) for state in states]
     assert_agree(pc.compile(step, backend="eager", quiet=True)(states[0], batch_of()), expected[0])
-    population, stacked = pc.population(step, 2), pc.stack_states(states)
-    assert_agree(population(stacked, batch_of()), pc.stack_states(expected))
-    assert_agree(pc.compile(population, backend="eager", quiet=True)(stacked, batch_of()), pc.stack_states(expected))
+    assert_agree(pc.population(step, 2)(pc.stack_states(states), batch_of()), pc.stack_states(expected))
 
 
 @pytest.mark.parametrize("size, microbatches", [(12, 1), (11, 3), (2, 1)])
@@ -84,17 +82,6 @@ def test_processes_give_the_loss_of_the_whole(size, microbatches):
     play = played(compose(loop_events, microbatches=microbatches), 3)
     for own in play(lambda step: step(state_of(SumOfMeans()), batch)):
         assert_agree(own, whole)
-
-
-@pytest.mark.parametrize(
-    "algorithm", [alg.sam(0.1), alg.gradient_clipping("norm", 0.01), alg.gradient_noise_scale()], ids=str
-)
-def test_methods_see_the_same_gradient(algorithm):
-    whole, sliced = (
-        step(step.init(state_of(SumOfMeans())), batch_of())
-        for step in (compose(loop_events, [algorithm], microbatches=k) for k in (1, 4))
-    )
-    assert_close(sliced.params, whole.params, rtol=1e-9, atol=1e-12)
 
 
 class OfSequences(SumOfMeans):
@@ -124,11 +111,6 @@ def test_a_loss_that_does_not_divide_by_them_is_found():
 
     with pytest.raises(ValueError, match=r"examples together, but .* as the mean over 2 slices"):
         compose(loop_events, microbatches=4)(state_of(Own()), batch_of())
-
-
-def test_over_batch_takes_precedence():
-    whole = compose(loop_events)(state_of(SumOfMeans()), batch_of())
-    assert_agree(compose(loop_events, microbatches=4)(state_of(losses.over_batch(SumOfMeans())), batch_of()), whole)
 
 
 def test_mixed_targets_are_refused():

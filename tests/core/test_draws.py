@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, population, stack_states
-from purecompose.core import clock
 from purecompose.core.loop import Grad, Microbatches, advance, forward, loss, update
 from purecompose.errors import UnkeyedRandomError
 from purecompose.testing.ranks import played
@@ -66,8 +65,8 @@ BATCH = torch.zeros(SIZE), torch.zeros(SIZE)
 def test_a_gradient_of_samples_deviates_equally_far_in_any_number_of_slices(k):
     """The gradient is the mean of SIZE * NUM_SAMPLES independent standard normals."""
     step = compose(loop_events, microbatches=k)
-    grads = [1 - step(drawing_state(mean_of_samples, key), BATCH).params["weight"] for key in range(300)]
-    assert torch.stack(grads).std().item() == pytest.approx((SIZE * NUM_SAMPLES) ** -0.5, rel=0.15)
+    grads = [1 - step(drawing_state(mean_of_samples, key), BATCH).params["weight"] for key in range(100)]
+    assert torch.stack(grads).std().item() == pytest.approx((SIZE * NUM_SAMPLES) ** -0.5, rel=0.25)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -93,24 +92,6 @@ def test_compiled_slices_draw_what_eager_slices_draw(draw):
     step, state = compose(loop_events, microbatches=4), drawing_state(draw)
     compiled = pc.compile(step, backend="eager", quiet=True)
     torch.testing.assert_close(compiled(state, BATCH).params, step(state, BATCH).params)
-
-
-def test_a_step_derives_its_key_once_for_all_draws(monkeypatch):
-    calls = []
-
-    def counted(key: Tensor, data: Tensor) -> Tensor:
-        calls.append(data)
-        return pc.random.fold_in(key, data)
-
-    def note(state: State) -> State:
-        draws = [pc.random.uniform(rng(name), (SIZE,)) for rng in (state.rng, state.example_rng) for name in "ab"]
-        assert len({tuple(draw.tolist()) for draw in draws}) == 4
-        return state
-
-    monkeypatch.setattr(clock, "fold_in", counted)
-    step = compose(loop_events, [changing("note", Event.BATCH_START, note), changing("twice", Event.AFTER_LOSS, note)])
-    step(drawing_state(mean_of_samples), BATCH)
-    assert len(calls) == 1
 
 
 # Forward passes
@@ -158,12 +139,6 @@ def test_passes_of_a_stage_draw_in_slices_and_processes_what_the_whole_batch_dra
     torch.testing.assert_close(played(sliced, 2)(after)[0].params, after(whole).params)
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_passes_of_a_stage_draw_the_same_compiled(k):
-    step = compose(program(distance_of_views()), microbatches=k)
-    torch.testing.assert_close(after(pc.compile(step, backend="eager", quiet=True)).params, after(step).params)
-
-
 def test_passes_of_a_stage_draw_the_same_in_a_population():
     step, members = compose(program(distance_of_views())), [dropout_state(key) for key in range(3)]
     found = unstack_states(after(population(step, 3), stack_states(members)))
@@ -204,19 +179,6 @@ def test_stages_and_algorithms_draw_apart_and_leave_each_others_draws_alone():
     assert torch.equal(alone, first)
     passes = [first, second, *seen]
     assert len(passes) == 6 and len({tuple(outputs.flatten().tolist()) for outputs in passes}) == 6
-
-
-def test_turns_of_a_player_draw_apart():
-    seen: list[float] = []
-
-    def watched(state: State) -> State:
-        state = distance_of_views()(state)
-        seen.append(loss_of(state).item())
-        return state
-
-    standing = make_state(make_mlp(dropout=0.5), optimizer=pc.optim.sgd(0.0))
-    compose([*(Grad(watched), update) * 3, advance])(standing, make_batch())
-    assert len(set(seen)) == 3
 
 
 @pytest.mark.parametrize("k", [None, 2])

@@ -1,5 +1,6 @@
 """How many examples a batch has, in every form of batch: all that asks for the number gets the same one."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, algorithms as alg, batch as batches, compose, loop_events, losses, optim, tree
 from purecompose.testing.ranks import played
+from tests import helpers
 
 
 CLASSES, SIZES = 3, (14, 6)
@@ -88,7 +90,6 @@ class Form(NamedTuple):
 
 
 PAIR: dict[str, Any] = {"input_field": 0, "target_field": 1}
-LENGTHS = torch.tensor([2, 3])
 
 FORMS = {
     "pair": Form(lambda x, y: (x, y), options=PAIR),
@@ -154,9 +155,7 @@ def value(form: Form, batch: Any) -> Tensor:
     return form.loss(outputs, targets)
 
 
-def assert_near(found: Any, expected: Any) -> None:
-    near = tree.differences(found, expected, tolerance=lambda _: tree.Tolerance(1e-6, 1e-9))
-    assert list(map(str, near)) == []
+assert_near = functools.partial(helpers.assert_near, rtol=1e-6, atol=1e-9)
 
 
 @forms

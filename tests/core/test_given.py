@@ -11,7 +11,6 @@ from torch import nn
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, hparam, loop, loop_events, losses, on, optim
 from purecompose.errors import ContractError, GlobalDrawError, InPlaceError, UnkeyedRandomError
-from purecompose.run import evaluation as totals
 from purecompose.transforms.compilation.step import CompiledStep
 from tests.helpers import changing, loss_of, make_batch, make_state
 
@@ -66,18 +65,6 @@ def test_a_network_that_requires_gradients_of_its_input_leaves_no_flag(is_compil
     assert not isinstance(step, CompiledStep) or len(step.variants()) == 1
 
 
-@pytest.mark.parametrize("kind", ["dict", "list", "nested"])
-def test_no_flag_is_left_on_batches_of_other_forms(kind):
-    x, y = force_batch()
-    batch, target = {"dict": ({"x": x, "y": y}, "y"), "list": ([x, y], 1), "nested": ((x, [y]), 1)}[kind]
-    loss = (lambda outputs, targets: losses.mse(outputs, targets[0])) if kind == "nested" else losses.mse
-    state = State.create(
-        Force(), loss=loss, optimizer=optim.sgd(0.1), input_field="x" if kind == "dict" else 0, target_field=target
-    )
-    compose(loop_events)(state, batch)
-    assert not x.requires_grad
-
-
 def test_gradients_with_respect_to_the_input_are_taken_in_evaluation():
     state, (x, y) = force_state(), force_batch()
     with torch.enable_grad():
@@ -113,12 +100,6 @@ def test_a_batch_that_requires_gradients_still_gets_them():
     x.requires_grad_()
     end = step(step(state, (x, y)), (x, y))
     assert torch.autograd.grad(loss_of(end), x)[0].abs().sum() > 0
-
-
-def test_a_single_pass_leaves_no_flag():
-    state, (x, _) = force_state(), force_batch()
-    state.forward(x)
-    assert not x.requires_grad
 
 
 # Writes
@@ -224,17 +205,6 @@ def test_draws_of_a_metric_are_refused():
     for metric, error in ((draws_by_torch, UnkeyedRandomError), (draws_by_python, GlobalDrawError)):
         with pytest.raises(error):
             pc.evaluate(plain_state(), [force_batch()], {"own": metric})
-
-
-def test_metrics_are_watched_in_the_first_evaluation_of_a_run_only(monkeypatch):
-    culprits = []
-    inner = totals.watched
-    monkeypatch.setattr(totals, "watched", lambda call, who, marks: culprits.append(who) or inner(call, who, marks))
-    data = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))] * 2
-    state = State.create(nn.Linear(3, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=0, duration="3ep")
-    evaluators = [pc.Evaluator(data, {"accuracy": pc.metrics.accuracy}, label=label) for label in ("one", "two")]
-    pc.fit(compose(loop_events), state, data, evaluate=evaluators)
-    assert culprits == ["the metric 'accuracy'"] * 2
 
 
 def in_a_list(box: list[int]) -> Any:

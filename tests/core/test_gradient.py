@@ -28,9 +28,7 @@ from tests.helpers import (
     assert_same,
     changing,
     counter,
-    loss_of,
     make_batch,
-    make_batches,
     make_cnn,
     make_mlp,
     make_state,
@@ -79,44 +77,6 @@ def test_an_outer_gradient_is_wanted_if_any_tensor_requires_one():
     torch.vmap(lambda x: (x, wants_outer_gradient(state, ()) or pytest.fail("a transform is active"))[0])(inputs)
 
 
-def test_a_plain_step_leaves_no_graph():
-    seen = []
-
-    def look(state):
-        seen.extend([state.loss, state.outputs, *state.buffers.values(), *state.slots.values()])
-        return state
-
-    keep = changing("keep", Event.AFTER_LOSS, lambda s: s.replace(slots={**s.slots, "counter": loss_of(s).clone()}))
-    step = compose(loop_events, [counter(), keep, changing("look", Event.AFTER_BACKWARD, look)])
-    state = step.init(make_state(make_cnn()))
-    step(state, make_batch(shape=(2, 6, 6)))
-    assert len(seen) > 3
-    assert not any(tensor.requires_grad for tensor in seen)
-
-
-def test_parameters_without_influence_have_no_gradient():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = make_mlp(), nn.Linear(2, 2)
-
-        def forward(self, inputs):
-            return self.used(inputs)
-
-    seen = {}
-
-    def look(state):
-        seen.update(state.grads)
-        return state
-
-    for prepare in (lambda s: s, required):
-        seen.clear()
-        state = prepare(make_state(Half()))
-        compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)])(state, make_batch())
-        assert seen and not any(name.startswith("unused") for name in seen)
-        assert seen["used.0.weight"].abs().sum() > 0
-
-
 def per_example_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     del reduction
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
@@ -127,11 +87,6 @@ def test_a_loss_that_is_not_a_scalar_is_named():
         state = prepare(make_state(loss=per_example_loss))
         with pytest.raises(ValueError, match=r"scalar loss, got a tensor of shape \(8,\): .*mean over the batch"):
             compose(loop_events)(state, make_batch())
-
-
-def test_a_body_without_a_loss_is_named():
-    with pytest.raises(ValueError, match="scalar loss, got None"):
-        compose([Grad(pc.loop.forward), update])(make_state(), make_batch())
 
 
 def test_changes_of_params_inside_stay_inside():
@@ -204,29 +159,6 @@ def test_outputs_may_be_a_plain_dataclass(prepare):
     (outputs,) = seen
     assert type(outputs) is Prediction and outputs.name == "mlp"
     torch.testing.assert_close(outputs.logits.detach(), make_mlp()(make_batch()[0]).detach())
-
-
-def own_stage(state):
-    """Set the loss and nothing else."""
-    inputs, targets = state.batch
-    return state.replace(loss=nn.functional.cross_entropy(state.forward(inputs, train=True), targets))
-
-
-def test_a_stage_that_only_sets_the_loss_works_under_transforms():
-    step = compose([Grad(own_stage), update, advance])
-    plain = step(make_state(), make_batch())
-    stacked = pc.tree.map(lambda leaf: torch.stack([leaf, leaf]), make_state())
-    mapped = torch.vmap(step, in_dims=(0, None))(stacked, make_batch())
-    for i in range(2):
-        assert_close({name: param[i] for name, param in mapped.params.items()}, plain.params)
-    state = make_state(optimizer=optim.sgd(hparam("lr", 0.1)))
-
-    def norm(lr: Tensor) -> Tensor:
-        return pc.tree.global_norm(step(state.replace(hparams={"lr": lr}), make_batch()).params)
-
-    lr, eps = torch.tensor(0.1), 1e-2
-    expected = (norm(lr + eps) - norm(lr - eps)) / (2 * eps)
-    torch.testing.assert_close(torch.func.grad(norm)(lr), expected, rtol=1e-2, atol=1e-3)
 
 
 def set_everything(state):
@@ -383,85 +315,9 @@ def test_no_second_gradient_within_slices_though_an_earlier_part_has_one(microba
         compose(program, [late], microbatches=microbatches)(make_state(), make_batch())
 
 
-# Activation checkpointing
-
-
-class Blocks(nn.Module):
-    """Two blocks with dropout; the middle one is computed again in backward if asked."""
-
-    def __init__(self, is_checkpointed: bool):
-        super().__init__()
-        self.is_checkpointed = is_checkpointed
-        self.first, self.block = make_mlp(1, dropout=0.5), nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5))
-        self.last = nn.Linear(5, 3)
-        with torch.no_grad():
-            for param in (*self.block.parameters(), *self.last.parameters()):
-                param.copy_(torch.linspace(-1, 1, param.numel()).reshape(param.shape))
-
-    def forward(self, inputs):
-        hidden = self.first(inputs)
-        hidden = pc.nn.layers.checkpoint(self.block, hidden) if self.is_checkpointed else self.block(hidden)
-        return self.last(hidden)
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_checkpointing_changes_no_bit(k):
-    step = compose(loop_events, microbatches=k)
-    plain, recomputed = (
-        run_steps(step, make_state(Blocks(is_checkpointed)), make_batches(3)) for is_checkpointed in (False, True)
-    )
-    assert_same(plain, recomputed)
-
-
 # Gradients through steps
 
 FOUR = [make_batch(seed, dtype=torch.float64) for seed in range(4)]
-
-
-def lr_state():
-    return make_state(make_mlp(dropout=0.2, dtype=torch.float64), optimizer=optim.sgd(hparam("lr", 0.3), momentum=0.9))
-
-
-def loss_after(state, step, lr: Tensor) -> Tensor:
-    end = run_steps(step, state.replace(hparams={"lr": lr}), FOUR)
-    outputs = end.forward(FOUR[0][0])
-    return nn.functional.cross_entropy(outputs, FOUR[0][1])
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_the_gradient_in_the_learning_rate_equals_finite_differences(k):
-    step, state = compose(loop_events, [noise()], microbatches=k), lr_state()
-    lr = torch.tensor(0.3, dtype=torch.float64)
-    by_func = torch.func.grad(lambda lr: loss_after(state, step, lr))(lr)
-    leaf = lr.clone().requires_grad_()
-    (by_autograd,) = torch.autograd.grad(loss_after(state, step, leaf), leaf)
-    eps = 1e-5
-    expected = (loss_after(state, step, lr + eps) - loss_after(state, step, lr - eps)) / (2 * eps)
-    assert expected.abs() > 1e-3
-    torch.testing.assert_close(by_func, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(by_autograd, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("optimizer", [optim.sgd(0.3, momentum=0.9), optim.adam(0.05)], ids=["sgd", "adam"])
-def test_the_gradient_in_the_first_weights_equals_finite_differences(optimizer):
-    step = compose(loop_events)
-    state = make_state(make_mlp(dtype=torch.float64), optimizer=optimizer)
-
-    def loss(weight: Tensor) -> Tensor:
-        end = run_steps(step, state.replace(params={**state.params, "0.weight": weight}), FOUR)
-        assert end.loss is not None
-        return end.loss
-
-    weight = state.params["0.weight"]
-    by_func = torch.func.grad(loss)(weight)
-    leaf = weight.clone().requires_grad_()
-    (by_autograd,) = torch.autograd.grad(loss(leaf), leaf)
-    torch.testing.assert_close(by_func, by_autograd)
-    for index in (0, 13):
-        bump = torch.zeros_like(weight)
-        bump.view(-1)[index] = eps = 1e-5
-        expected = (loss(weight + bump) - loss(weight - bump)) / (2 * eps)
-        torch.testing.assert_close(by_func.view(-1)[index], expected, rtol=1e-5, atol=1e-8)
 
 
 def test_the_gradient_in_the_batch():

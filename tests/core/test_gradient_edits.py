@@ -74,13 +74,6 @@ def test_gradients_that_are_computed_twice_are_reported(is_compiled: bool) -> No
     assert "sam at Event.AFTER_TRAIN_BATCH computes the gradients again: what own did to them is lost" in message
 
 
-def test_a_population_reports_the_same_conflict() -> None:
-    step = compose(loop_events, [method("own", ones, Trait.RENEWS_GRADIENTS), alg.sam(0.05)])
-    states = pc.stack_states([step.init(make_state(key=key)) for key in range(2)])
-    with pytest.warns(UserWarning, match="what sam did to them is lost"):
-        pc.population(step, 2)(states, make_batch())
-
-
 def test_gradients_that_are_computed_before_they_are_edited_are_not_reported() -> None:
     edits = [method("a", doubled), method("b", doubled), alg.gradient_accumulation(2), alg.skip_nonfinite()]
     assert messages([*edits, alg.sam(0.05), alg.gradient_clipping("norm", 1.0)]) == []

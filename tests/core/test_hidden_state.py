@@ -53,14 +53,6 @@ def test_generators_of_a_module_are_refused(make):
         make_state(Keeping({"rng": make()}))
 
 
-def test_a_network_may_delete_a_generator_that_no_call_uses():
-    net = Keeping(np.random.default_rng(0))
-    with pytest.raises(ValueError, match=r"delete what no call uses \(del net.rng\)"):
-        make_state(net)
-    del net.kept
-    make_state(net)
-
-
 @kinds
 def test_generators_of_a_loss_are_refused(make):
     kept = make()

@@ -180,20 +180,6 @@ def test_a_factor_of_a_schedule_is_learned() -> None:
     assert_equal_slopes(torch.func.grad(loss)(start.hparams), by_differences(loss, start.hparams), rtol=1e-6)
 
 
-def test_the_unconstrained_numbers_behind_settings_are_learned() -> None:
-    step = make_step()
-    start = make_start(step)
-    loss = outer_loss(step, start, BATCHES[:5])
-    free = {"lr": start.hparams["lr"].log(), "smoothing": start.hparams["smoothing"].logit()}
-    memory, outer = (optimizer := optim.sgd(0.3)).init(free), []
-    for _ in range(6):
-        fn = lambda free: loss({"lr": free["lr"].exp(), "smoothing": free["smoothing"].sigmoid()})  # noqa: E731
-        grads, value = torch.func.grad_and_value(fn)(free)
-        free, memory = optimizer.update(grads, memory, free)
-        outer.append(value.item())
-    assert outer == sorted(outer, reverse=True) and outer[-1] < outer[0] - 0.01
-
-
 # First weights, as in MAML
 
 
@@ -334,15 +320,6 @@ def test_running_statistics_have_no_gradient() -> None:
 # The page
 
 
-def held_bytes(fn: Callable[[], Any]) -> int:
-    """Return the bytes that a call allocates and has not freed at its end."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        result = fn()
-    del result
-    return sum(event.self_cpu_memory_usage for event in profile.key_averages())
-
-
 @forward_mode
 def test_the_examples_of_the_page_are_correct(capsys: pytest.CaptureFixture[str]) -> None:
     page = run_page("gradients.md")
@@ -369,19 +346,6 @@ def test_recomputed_steps_give_the_same_gradient(net: str) -> None:
     plain, again = (outer_loss(one, start, BATCHES[:4], train=True) for one in (step, recomputed(step)))
     expected = by_autograd(plain, start.hparams)
     assert_equal_slopes(by_autograd(again, start.hparams), expected, 1e-10)
-
-
-def test_recomputed_steps_hold_less_memory() -> None:
-    step = compose(loop_events)
-    start = make_start(step)
-    leaves = {name: value.clone().requires_grad_() for name, value in start.hparams.items()}
-    outer_loss(step, start)({})
-
-    def growth(step: Any) -> int:
-        short, long = (lambda n=n: outer_loss(step, start, BATCHES[:n])(leaves) for n in (1, 3))
-        return held_bytes(long) - held_bytes(short)
-
-    assert growth(recomputed(step)) < 0.6 * growth(step)
 
 
 # Functions that torch.func cannot transform

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, algorithms as alg, batch as batches, optim, tree
+from purecompose import State, algorithms as alg, batch as batches, optim
 from purecompose.core.layout import Layout, Splitter
 from purecompose.testing.ranks import played
+from tests.helpers import assert_near, trained_by_torch
 
 
 Sample = tuple[Tensor, dict[str, Tensor]]
@@ -59,19 +60,8 @@ def make_state(**options: Any) -> State:
 BATCHES = [make_batch(5), make_batch(3, seed=1)]
 
 
-def torch_params() -> dict[str, Tensor]:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for batch in BATCHES:
-        optimizer.zero_grad()
-        net(batch).mean().backward()
-        optimizer.step()
-    return {name: param.detach() for name, param in net.named_parameters()}
-
-
 def assert_as_in_torch(params: dict[str, Tensor]) -> None:
-    near = tree.differences(params, torch_params(), tolerance=lambda _: tree.Tolerance(1e-9, 1e-12))
-    assert list(map(str, near)) == []
+    assert_near(params, trained_by_torch(make_net(), lambda net, batch: net(batch).mean(), BATCHES))
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])

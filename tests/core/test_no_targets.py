@@ -63,7 +63,7 @@ def batches_of(form: str, size: int = 8) -> data.Arrays:
 STEPS = {
     "plain": lambda: compose(loop_events),
     "sliced": lambda: compose(loop_events, microbatches=3),
-    "compiled": lambda: pc.compile(compose(loop_events, microbatches=3), backend="eager", quiet=True),
+    "compiled": lambda: pc.compile(compose(loop_events), backend="eager", quiet=True),
     "with methods": lambda: compose(loop_events, [alg.sam(0.1), alg.gradient_accumulation(2), alg.ema("3ba")]),
 }
 

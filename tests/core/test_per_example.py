@@ -56,18 +56,3 @@ def test_values_without_a_row_for_each_example_are_refused(wrong):
     state = make_state().replace(batch=make_batch())
     with pytest.raises(ValueError, match="one row for each of 8 examples"):
         state.per_example(wrong)
-
-
-def test_selective_backprop_computes_the_losses_of_the_processs_own_examples(monkeypatch):
-    passes: list[int] = []
-    run_model = State.run_model
-
-    def noted(state: State, inputs: Any, **options: Any) -> Any:
-        passes.append(len(inputs))
-        return run_model(state, inputs, **options)
-
-    monkeypatch.setattr(State, "run_model", noted)
-    step = compose(loop_events, [alg.selective_backprop(0.0, 1.0, 0.5, full_every=0)])
-    state = step.init(make_state(duration="9ba"))
-    played(step, 4)(lambda one: one(state, make_batch(size=64)))
-    assert set(passes) == {16}

@@ -16,7 +16,7 @@ from purecompose.testing.case import Case
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
-from tests.helpers import assert_same, make_batches, make_cnn, make_mlp, make_state, run_steps
+from tests.helpers import assert_same, make_batches, make_cnn, make_state, run_steps
 from tests.shipped_examples import examples
 
 
@@ -144,11 +144,3 @@ class TestSteps:
         with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, threads) as pool:
             there = pool.apply(run_steps, (step, state, batches))
         assert_same(there, run_steps(step, state, batches))
-
-
-def test_models_with_local_classes_raise_pickles_error():
-    class Net(nn.Sequential):
-        pass
-
-    with pytest.raises((AttributeError, pickle.PicklingError), match="Net"):
-        pickle.dumps(make_state(Net(make_mlp())))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import Algorithm, Event, Trait, compose, loop_events, on
+from purecompose import Algorithm, Event, Trait, compose, loop_events
 from tests.helpers import changing, counter, decay, make_batch, make_state, noise, recorder
 
 
@@ -23,13 +23,6 @@ def test_orders_and_reasons():
     assert plan.order("after_dataloader") == ("selecting", "b", "a")
     assert reasons(plan, Event.BATCH_END) == {"decay": (0, "alone")}
     assert plan.order(Event.BATCH_START) == ()
-
-
-def test_an_order_that_no_pass_moved():
-    log = []
-    chosen = [recorder(log, name, Event.BATCH_START) for name in "ab"]
-    plan = compose(loop_events, chosen).plan(make_state())
-    assert reasons(plan, Event.BATCH_START) == {"a": (0, "listed order"), "b": (1, "listed order")}
 
 
 def test_a_plan_gives_the_reason_why_an_algorithm_is_absent():
@@ -71,13 +64,6 @@ def test_the_plan_equals_the_calls_of_a_step():
         assert (("rare", Event.BATCH_END) in planned) == (batch == 1)
 
 
-def test_outer_events_frame_the_step():
-    log = []
-    step = compose(loop_events, [recorder(log, "a", Event.INIT, Event.EPOCH_END, Event.BATCH_START)])
-    assert [row.event for row in step.plan(make_state()).rows] == [Event.INIT, Event.BATCH_START, Event.EPOCH_END]
-    assert log == []
-
-
 def test_the_plan_uses_the_shapes_of_the_given_batch():
     small = Algorithm("small", lambda e, s: e is Event.BATCH_START and len(s.batch[0]) < 4, lambda e, s: s)
     step = compose(loop_events, [small])
@@ -116,17 +102,6 @@ def test_a_plan_prints_as_a_table():
     neutral = Algorithm("neutral", pc.time.predicates.NEVER, lambda event, state: state)
     text = str(compose(loop_events, [neutral]).plan(make_state()))
     assert text.endswith("warning: neutral() never acts: its settings are neutral")
-
-
-def test_planning_changes_nothing():
-    step = compose(loop_events, [noise(), Algorithm("b", on(Event.BATCH_END) & pc.every(2), decay("b").apply)])
-    state = make_state()
-    step.plan(state)
-    step.plan(state.replace(timestamp=state.timestamp.replace(batch=1)))
-    assert torch.equal(
-        step(state, make_batch()).params["0.weight"],
-        compose(loop_events, [noise()])(state, make_batch()).params["0.weight"],
-    )
 
 
 def test_constraints_are_named_with_their_partners():

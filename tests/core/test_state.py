@@ -18,10 +18,8 @@ from purecompose import losses, optim, random, schedule, tree
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.clock import Clock
 from purecompose.core.compose import compose
-from purecompose.core.context import as_hparams
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State
-from purecompose.errors import UnkeyedRandomError
 from purecompose.surgery.weights import to_module
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event
@@ -101,12 +99,6 @@ def imperative(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Modul
     return net
 
 
-def snapshot(net: nn.Module) -> Any:
-    tensors = {name: value.clone() for name, value in net.state_dict().items()}
-    flags = [m.training for m in net.modules()] + [p.requires_grad for p in net.parameters()]
-    return tensors, flags, net.__dict__.copy()
-
-
 # Training
 
 
@@ -143,51 +135,12 @@ def test_buffers_that_forward_rebinds_enter_the_new_state():
     assert not state.buffers["running"].any()
 
 
-def test_neither_the_network_nor_a_state_nor_a_global_generator_is_touched():
-    net = seeded(lambda: Net(dropout=0.5)).eval()
-    net.head.bias.requires_grad_(False)
-    before, generator = snapshot(net), torch.get_rng_state()
-    first = start(net)
-    kept = tree.map(lambda leaf: leaf.clone(), first)
-    second = step(step(first, batch()), batch(1))
-    second.forward(batch()[0], train=True)
-    to_module(second)
-    after = snapshot(net)
-    assert tree.equal(after[0], before[0]) and after[1] == before[1]
-    assert all(after[2][key] is value for key, value in before[2].items())
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert tree.equal(first, kept) and first.timestamp.batch == 0
-    assert {t.device.type for t in net.parameters()} == {"cpu"}
-
-
 def test_a_network_in_eval_mode_trains_in_training_mode():
     net = seeded()
     training, evaluating = start(net), start(net.eval())
     assert tree.equal(step(training, batch()), step(evaluating, batch()))
     state = start(net, eval_mode=["norm"])
     assert tree.equal(step(state, batch()).buffers, state.buffers)
-
-
-def test_frozen_parameters_never_move():
-    net = seeded()
-    net.first.requires_grad_(False)
-    state = start(net, optimizer=optim.sgd(0.1, momentum=0.9, weight_decay=0.1))
-    assert state.context.frozen == {"first.weight", "first.bias"}
-    after = step(step(state, batch()), batch(1))
-    for name in state.params:
-        assert torch.equal(after.params[name], state.params[name]) is (name in state.context.frozen), name
-    exported = to_module(after)
-    assert [p.requires_grad for p in exported.parameters()] == [p.requires_grad for p in net.parameters()]
-
-
-def test_strides_are_kept_through_a_step():
-    net = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
-    state = start(net.to(memory_format=torch.channels_last))
-    x = torch.randn(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-    after = step(state, (x, torch.tensor([0, 1])))
-    for one in (state, after):
-        assert one.params["0.weight"].stride() == net[0].weight.stride() == (27, 1, 9, 3)
-        assert one.opt_state["momentum"]["0.weight"].stride() == (27, 1, 9, 3)
 
 
 @pytest.mark.parametrize(
@@ -254,20 +207,6 @@ def test_states_share_a_skeleton_in_threads():
     assert all(map(tree.equal, found, expected))
 
 
-def test_attributes_that_forward_writes_do_not_survive_a_step():
-    class Counting(Linear):
-        calls = 0
-
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-            self.calls = self.calls + 1
-            return super().forward(x, labels) * self.calls
-
-    state = start(seeded(Counting))
-    with pytest.warns(UserWarning, match="forward changed calls"):
-        once = step(state, batch())
-    assert tree.equal(step(state, batch()), once)
-
-
 # Immutable, and replaced
 
 
@@ -301,12 +240,6 @@ def test_replace_of_inputs_and_targets_goes_by_the_states_keys():
     assert both.inputs is x and both.targets is x
     with pytest.raises(KeyError, match="input_field"):
         start().replace(inputs=x)
-
-
-def test_frozen_names_decide_what_is_trainable():
-    state = start()
-    after = state.replace(frozen=frozenset({"head.bias"}))
-    assert set(state.context.trainable) - set(after.context.trainable) == {"head.bias"}
 
 
 def test_frozen_names_may_come_in_any_collection_but_not_as_one_string():
@@ -399,37 +332,6 @@ def test_states_of_different_configurations_have_different_static_parts(other):
         tree.map(torch.add, start(), start(**other))
 
 
-def test_vmap_and_grad_see_a_state():
-    states = [start(seeded(seed=seed)) for seed in range(3)]
-    stacked = tree.map(lambda *leaves: torch.stack(leaves), *states)
-    x, y = batch()
-
-    def loss_of(state: State) -> Tensor:
-        return F.cross_entropy(state.forward(x), y)
-
-    found = torch.func.vmap(loss_of)(stacked)
-    torch.testing.assert_close(found, torch.stack([loss_of(state) for state in states]))
-
-    first = states[0]
-    gradient = torch.func.grad(lambda params: loss_of(first.replace(params=params)))(first.params)
-    net = seeded().eval()
-    F.cross_entropy(net(x), y).backward()
-    for name, parameter in net.named_parameters():
-        torch.testing.assert_close(gradient[name], parameter.grad)
-
-
-def test_a_step_under_vmap_equals_the_loop():
-    states = [start(seeded(seed=seed), key=seed) for seed in range(3)]
-    stacked = tree.map(lambda *leaves: torch.stack(leaves), *states)
-    one = batch()
-    found = torch.func.vmap(lambda state: step(state, one), randomness="error")(stacked)
-    expected = [step(state, one) for state in states]
-    for i, alone in enumerate(expected):
-        torch.testing.assert_close(tree.map(lambda leaf, i=i: leaf[i], found).params, alone.params)
-        torch.testing.assert_close(found.buffers["norm.running_mean"][i], alone.buffers["norm.running_mean"])
-    assert found.timestamp.batch == 1
-
-
 def test_to_shares_what_is_already_there():
     state = start()
     assert state.device == torch.device("cpu")
@@ -454,25 +356,6 @@ def test_the_timestamp_is_sealed_inside_a_step(name, remedy):
     with pytest.raises(RuntimeError, match=f"timestamp.{name} was read inside a step.*{remedy}.*host=True"):
         run(state, batch())
     assert state.timestamp.batch == 0
-
-
-@pytest.mark.parametrize("event, batch_number", [(Event.BATCH_START, 7), (Event.BATCH_END, 8)])
-def test_a_host_algorithm_may_read_the_timestamp_and_any_may_read_the_clock(event, batch_number):
-    seen = []
-
-    def look(state: State) -> State:
-        seen.append((state.timestamp.batch, state.clock.batch.item()))  # pyright: ignore
-        return state
-
-    state = start().replace(timestamp=Timestamp(batch=7))
-    after = with_algorithm(look, event, host=True)(state, batch())
-    assert seen == [(batch_number, batch_number)] and after.timestamp.batch == 8 and after.clock is None
-
-    def note(state: State) -> State:
-        assert state.clock is not None
-        return state.replace(metrics={"now": state.clock.batch})
-
-    assert with_algorithm(note, event)(state, batch()).metrics["now"] == batch_number
 
 
 def test_the_clock_holds_the_timestamp_as_tensors():
@@ -529,22 +412,6 @@ def test_draws_inside_a_step_use_its_batch_number():
     assert torch.equal(after.metrics["draw"], random.uniform(state.rng("probe"), (4,)))
 
 
-@pytest.mark.parametrize("microbatches", [2, 3, 6])
-def test_microbatches_draw_what_the_whole_batch_would_have_drawn(microbatches):
-    def drawn(microbatches: int) -> Tensor:
-        rows = []
-
-        def note(state: State) -> State:
-            rows.append(random.uniform(state.example_rng("noise"), (state.num_examples, 2)))
-            return state
-
-        with_algorithm(note, Event.BEFORE_FORWARD, microbatches)(start(seeded(Linear)), batch())
-        return torch.cat(rows)
-
-    whole = random.uniform(start().replace(batch=batch()).example_rng("noise"), (6, 2))
-    assert torch.equal(drawn(1), whole) and torch.equal(drawn(microbatches), whole)
-
-
 def test_dropout_draws_by_key_batch_and_example():
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3)))
     state, (x, _) = start(net), batch()
@@ -555,15 +422,6 @@ def test_dropout_draws_by_key_batch_and_example():
     parts = [step.replace(microbatches=k)(state, batch()) for k in (1, 2, 3)]
     for other in parts[1:]:
         torch.testing.assert_close(other.params, parts[0].params)
-
-
-def test_a_random_function_without_a_key_is_an_error():
-    class Noisy(Linear):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-            return super().forward(x, labels) + torch.ops.aten.rand.default([3])
-
-    with pytest.raises(UnkeyedRandomError, match="aten.rand"):
-        step(start(seeded(Noisy)), batch())
 
 
 # Forward, scalars, gradient
@@ -585,12 +443,6 @@ def test_forward_runs_in_evaluation_mode_by_default_and_keeps_the_buffers():
 def test_forward_takes_lists_as_arguments_and_mappings_as_keywords(arguments):
     state = start(seeded(lambda: Linear(Output)))
     assert torch.equal(state.forward(arguments(*batch())).logits, state.forward(batch()[0]))
-
-
-def test_hparams_are_on_the_device_of_the_state():
-    key, given = torch.zeros(2, dtype=torch.int64), {"a": torch.tensor(0.5), "b": 2.0}
-    for values in (given, {"a": given["a"]}):
-        assert {value.device.type for value in as_hparams(values, key, torch.device("meta")).values()} == {"meta"}
 
 
 def test_hparams_start_with_their_defaults_and_are_read_in_place_of_constants():

@@ -13,7 +13,6 @@ from tests.helpers import (
     copied,
     counter,
     decay,
-    make_batch,
     make_batches,
     make_mlp,
     make_state,
@@ -75,12 +74,6 @@ def test_another_algorithm_does_not_change_the_draws():
     assert not torch.equal(alone[0], alone[1])
 
 
-def test_another_key_gives_other_draws():
-    step, batch = compose(loop_events, [noise()]), make_batch()
-    first, second = (step(make_state(key=key), batch) for key in (0, 1))
-    assert not torch.equal(first.params["0.weight"], second.params["0.weight"])
-
-
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_slices_draw_the_same_numbers_as_the_whole_batch(k):
     state = make_state(make_mlp(dropout=0.4))
@@ -102,21 +95,6 @@ def test_time_rolls_over_at_the_epoch():
         times.append((state.timestamp.epoch, state.timestamp.batch_in_epoch, state.timestamp.sample_in_epoch))
     assert times == [(0, 1, 2), (0, 2, 4), (1, 0, 0), (1, 1, 2), (1, 2, 4), (2, 0, 0), (2, 1, 2)]
     assert (state.timestamp.batch, state.timestamp.sample) == (7, 14)
-
-
-def test_tokens_are_counted():
-    class Embedder(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = torch.nn.Embedding(5, 3)
-
-        def forward(self, ids):
-            return self.table(ids).mean(1)
-
-    batch = {"input_ids": torch.arange(12).reshape(4, 3) % 5, "labels": torch.tensor([0, 1, 2, 0])}
-    state = make_state(Embedder(), input_field="input_ids", target_field="labels")
-    end = run_steps(compose(loop_events), state, [batch] * 2)
-    assert (end.timestamp.token, end.timestamp.sample) == (24, 8)
 
 
 def test_a_learning_rate_schedule_is_evaluated_at_the_current_batch():

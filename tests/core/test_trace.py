@@ -1,12 +1,9 @@
 """A trace records what every algorithm did and does not change the result."""
 
 import math
-from collections import UserDict
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 
 import purecompose as pc
 from purecompose import Algorithm, Event, compose, loop_events, on, traced
@@ -15,7 +12,6 @@ from tests.helpers import (
     changing,
     counter,
     decay,
-    loss_of,
     make_batch,
     make_cnn,
     make_mlp,
@@ -58,14 +54,6 @@ def test_a_leaf_replaced_by_the_same_bits_has_not_changed():
     assert (entry.ran, entry.changed) == (True, ())
 
 
-def test_new_and_lost_leaves_have_changed():
-    report = changing("report", Event.AFTER_LOSS, lambda s: s.replace(metrics={"twice": 2 * loss_of(s)}))
-    lose = changing("lose", Event.BATCH_END, lambda s: s.replace(metrics={}))
-    trace = trace_of([report, lose])
-    assert trace["report", Event.AFTER_LOSS].changed == ("metrics['twice']",)
-    assert trace["lose", Event.BATCH_END].changed == ("metrics['twice']",)
-
-
 def test_runs_count_microbatches_and_changes_come_together():
     zero = changing(
         "zero", Event.BEFORE_FORWARD, lambda s: s.replace(inputs=s.inputs.clamp(min=0)) if s.first_example else s
@@ -100,18 +88,6 @@ def test_exit_codes():
     assert trace["noise", Event.AFTER_DATALOADER].exit_code is None
 
 
-def test_a_pass_that_adds_an_algorithm_shows_in_the_states_it_makes():
-    log = []
-    extra = recorder(log, "a", Event.BATCH_START)
-
-    def twice(algorithms, event):
-        return [*algorithms, extra] if event is Event.BATCH_START else algorithms
-
-    trace = trace_of([recorder([], "a", Event.AFTER_LOSS)], passes=[twice])
-    assert log == [("a", Event.BATCH_START)]
-    assert trace["a", Event.BATCH_START].ran
-
-
 def test_an_algorithm_that_a_pass_adds_has_entries():
     log = []
 
@@ -129,32 +105,6 @@ def test_an_algorithm_that_a_pass_adds_has_entries():
     assert entry == ("extra", Event.BATCH_START, 0, True, 1, 7, ("batch[0]",), {"batch[0]": pytest.approx(1.0)})
     assert trace["a", Event.BATCH_START].order == 1
     assert not trace["extra", Event.AFTER_LOSS].ran and len(trace) == 2 * len(compose(loop_events).events)
-
-
-@dataclass
-class Data:
-    x: Tensor
-    y: Tensor
-
-
-@pytest.mark.parametrize("make, path", [(Data, "batch.x"), (lambda x, y: UserDict(x=x, y=y), "batch['x']")])
-def test_batches_of_kinds_that_no_registry_knows(make, path):
-    state = make_state(input_field="x", target_field="y")
-    double = changing("double", Event.BATCH_START, lambda s: s.replace(inputs=2 * s.inputs))
-    same = changing("same", Event.AFTER_DATALOADER, lambda s: s.replace(inputs=s.inputs.clone()))
-    trace = trace_of([double, same], state=state, batch=make(*make_batch()))
-    assert trace["double", Event.BATCH_START].changed == (path,)
-    assert trace["same", Event.AFTER_DATALOADER].changed == ()
-
-
-def test_orders():
-    log = []
-    names = "abc"
-    trace = trace_of([recorder(log, n, Event.BATCH_START, Event.AFTER_LOSS) for n in names])
-    assert [trace[n, Event.BATCH_START].order for n in names] == [0, 1, 2]
-    assert [trace[n, Event.AFTER_LOSS].order for n in names] == [2, 1, 0]
-    ran = [(e.algorithm, e.event) for e in trace if e.ran]
-    assert ran == log
 
 
 def test_an_unknown_entry():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, algorithms as alg, losses, optim, tree
-from tests.helpers import Batch, Routed
+from purecompose import State, algorithms as alg, losses, optim
+from tests.helpers import Batch, Routed, assert_near
 
 
 class Fixed(Routed):
@@ -48,11 +48,6 @@ def torch_params(net: nn.Module, make_optimizer: Any, groups: list[list[Batch]])
             (losses.cross_entropy(net(inputs), targets) * len(targets) / num).backward()
         optimizer.step()
     return {name: param.detach() for name, param in net.named_parameters()}
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    near = tree.differences(found, expected, tolerance=lambda _: tree.Tolerance(1e-9, 1e-12))
-    assert list(map(str, near)) == []
 
 
 OPTIMIZERS = {
@@ -169,23 +164,6 @@ def test_compiled_mapped_and_differentiated_steps_do_as_eager_ones():
     leaves = {name: param.clone().requires_grad_() for name, param in start.params.items()}
     (slope,) = torch.autograd.grad(loss_after(leaves), [leaves["unused"]])
     assert slope.item() == 1
-
-
-@pytest.mark.filterwarnings("ignore:the network's outputs for an example depend:UserWarning")
-def test_a_gradient_waits_in_a_mapped_accumulation_until_its_parameter_is_reached_again():
-    class BySize(Routed):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return self.head((self.positive if len(inputs) == 6 else self.negative)(inputs))
-
-    (inputs, targets), ours = make_batches(1)[0], OPTIMIZERS["sgd"][0]
-    step = pc.compose(pc.loop_events, [alg.gradient_accumulation(2)])
-    start = step.init(make_state(make_net(BySize), ours))
-    pair, states = pc.population(step, 2), [pc.stack_states([start, start])]
-    for size in (6, 4, 4, 6):
-        states.append(pair(states[-1], (inputs[:size], targets[:size])))
-    weights = [state.params["positive.weight"] for state in states]
-    assert torch.equal(weights[2], weights[0]) and not torch.equal(weights[4], weights[0])
-    assert not torch.equal(states[2].params["negative.weight"], states[0].params["negative.weight"])
 
 
 def test_a_loss_that_reaches_nothing_is_an_error():

@@ -6,7 +6,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -54,55 +53,6 @@ class Unpooled(nn.Module):
         return self.unpool(*self.pool(x))
 
 
-class Pairwise(nn.Module):
-    """A bilinear layer over a vector and its mirror image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Bilinear(8, 8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x, x.flip(1))
-
-
-class Distances(nn.Module):
-    """Cosine and Euclidean distances to learnt points."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points, self.cosine = nn.Parameter(torch.randn(4, 8)), nn.CosineSimilarity(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        near = self.cosine(x.unsqueeze(1), self.points.unsqueeze(0))
-        return torch.cat([near, torch.cdist(x, self.points)], 1)
-
-
-class Cropped(nn.Module):
-    """Unfolds into patches, and folds back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unfold, self.fold = nn.Unfold(2, stride=2), nn.Fold((8, 8), 2, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fold(torch.tanh(self.unfold(x)))
-
-
-class Affine(nn.Module):
-    """A spatial transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.theta = nn.Linear(4, 6)
-        nn.init.zeros_(self.theta.weight)
-        with torch.no_grad():
-            self.theta.bias.copy_(torch.tensor([1.0, 0.1, 0.02, -0.1, 0.9, 0.03]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        theta = self.theta(x.mean((2, 3))).view(-1, 2, 3)
-        return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
-
-
 class ScaledByOne(nn.Module):
     """A parametrization: the exponential of the learnt tensor."""
 
@@ -146,18 +96,6 @@ class Embedded(nn.Module):
         return self.leave(self.embedding(ids).mean(1))
 
 
-class ByOffsets(nn.Module):
-    """All examples' ids in one row, with the offset of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.leave = nn.EmbeddingBag(7, 6), nn.Linear(6, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        size, length = ids.shape
-        return self.leave(self.bag(ids.reshape(-1), torch.arange(0, size * length, length)))
-
-
 class AdaptiveSoftmax(nn.Module):
     """A network that returns its own loss."""
 
@@ -183,10 +121,7 @@ def of_named(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 VECTOR_LAYERS: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.LayerNorm(8),
-    "rms norm": lambda: nn.RMSNorm(8),
-    "prelu": lambda: nn.PReLU(8),
     "in-place relu": lambda: nn.ReLU(inplace=True),
-    "bilinear": Pairwise,
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(8, 8)),
     "own parametrizations": parametrized,
@@ -195,22 +130,9 @@ VECTOR_LAYERS: dict[str, Callable[[], nn.Module]] = {
 IMAGE_LAYERS: dict[str, Callable[[], nn.Module]] = {
     "group norm": lambda: nn.GroupNorm(2, 4),
     "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
-    "local response norm": lambda: nn.LocalResponseNorm(2),
     "max pooling": lambda: nn.MaxPool2d(3, 2, 1),
-    "average pooling": lambda: nn.AvgPool2d(2, ceil_mode=True),
-    "lp pooling": lambda: nn.LPPool2d(2.0, 2),
-    "adaptive max pooling": lambda: nn.AdaptiveMaxPool2d(3),
     "max unpooling": Unpooled,
-    "pixel shuffle": lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.PixelShuffle(2), nn.PixelUnshuffle(4)),
-    "transposed convolution": lambda: nn.ConvTranspose2d(4, 4, 3, stride=2, output_padding=1),
     "depthwise and dilated": lambda: nn.Conv2d(4, 8, 3, groups=4, dilation=2, padding="same", padding_mode="reflect"),
-    "upsampling": lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False),
-    "padding": lambda: nn.Sequential(nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.ZeroPad2d(1)),
-    "fold and unfold": Cropped,
-    "spatial transformer": Affine,
-    "channel shuffle": lambda: nn.ChannelShuffle(2),
-    "hardswish and mish": lambda: nn.Sequential(nn.Hardswish(), nn.Mish(), nn.Softplus(), nn.CELU()),
-    "glu": lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.GLU(1)),
 }
 
 CASES = [
@@ -218,11 +140,8 @@ CASES = [
     *(Case(name, on_images(make), images(), adam=i % 3 > 1) for i, (name, make) in enumerate(IMAGE_LAYERS.items())),
     Case("spectral norm", on_vectors(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))), vectors(),
          sliced="the power iteration runs once a slice"),
-    Case("learnt distances", on_vectors(Distances), vectors()),
     Case("batch norm", on_images(lambda: nn.BatchNorm2d(4)), images(), sliced=BATCH_NORM, inductor=True),
     Case("batch norm with a cumulative mean", on_images(lambda: nn.BatchNorm2d(4, momentum=None)), images(),
-         sliced=BATCH_NORM),
-    Case("batch norm without statistics", on_images(lambda: nn.BatchNorm2d(4, track_running_stats=False)), images(),
          sliced=BATCH_NORM),
     Case("instance norm with statistics", on_images(lambda: nn.InstanceNorm2d(4, track_running_stats=True)), images(),
          sliced="its statistics see slices"),
@@ -231,8 +150,6 @@ CASES = [
     Case("synchronized batch norm", on_images(lambda: nn.SyncBatchNorm(4)), images(), sliced=BATCH_NORM),
     Case("convolution 1d", lambda: nn.Sequential(nn.Conv1d(2, 4, 3, stride=2), nn.BatchNorm1d(4), nn.SiLU(),
          nn.MaxPool1d(2), nn.Flatten(), nn.Linear(4, 3)), volumes(1), sliced=BATCH_NORM),
-    Case("convolution 3d", lambda: nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.ELU(),
-         nn.AvgPool3d(3), nn.ConvTranspose3d(4, 2, 2), nn.Flatten(), nn.Linear(54, 3)), volumes(3), inductor=True),
     Case("channels last", lambda: on_images(lambda: nn.Conv2d(4, 4, 3))().to(memory_format=torch.channels_last),
          mapped(images(), lambda x, y: (x.to(memory_format=torch.channels_last), y))),
     Case("embedding", lambda: Embedded(padding_idx=0), tokens(), adam=True),
@@ -242,8 +159,6 @@ CASES = [
     Case("sparse embedding", lambda: Embedded(sparse=True), tokens()),
     Case("embedding bag of means", lambda: Bags("mean"), tokens()),
     Case("embedding bag of maxima", lambda: Bags("max", padding_idx=1), tokens()),
-    Case("embedding bag of sums", lambda: Bags("sum", include_last_offset=False), tokens()),
-    Case("embedding bag by offsets", ByOffsets, tokens()),
     Case("adaptive softmax", AdaptiveSoftmax, mapped(vectors(num_classes=12), as_named), own_loss, of_named,
          options={"input_field": "*", "target_field": "*"}, adam=True, refused={"compiled": SHAPES["compiled"]}),
 ]  # fmt: skip

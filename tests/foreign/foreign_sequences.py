@@ -206,39 +206,6 @@ class Rotary(nn.Module):
         return self.leave(found.transpose(1, 2).reshape(n, length, 8).mean(1))
 
 
-class Linearised(nn.Module):
-    """Linear attention by einsum and a cumulative sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.mix, self.leave = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 24), nn.Linear(8, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        q, k, v = self.mix(self.embedding(ids)).chunk(3, -1)
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        memory = torch.einsum("ntd,nte->ntde", k, v).cumsum(1)
-        found = torch.einsum("ntd,ntde->nte", q, memory) / torch.einsum("ntd,ntd->nt", q, k.cumsum(1)).unsqueeze(-1)
-        return self.leave(found[:, -1])
-
-
-class StateSpace(nn.Module):
-    """A diagonal complex state-space layer, as a convolution by FFT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_decay = nn.Parameter(torch.randn(6, 4))
-        self.frequency, self.leave = nn.Parameter(torch.randn(6, 4)), nn.Linear(6, 3)
-        self.weight = nn.Parameter(torch.randn(6, 4, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        pole = torch.exp(torch.complex(-F.softplus(self.log_decay), self.frequency))
-        powers = pole.unsqueeze(-1) ** torch.arange(length)
-        kernel = torch.einsum("ck,ckt->ct", torch.view_as_complex(self.weight), powers).real
-        spectrum = torch.fft.rfft(x.mT, 2 * length) * torch.fft.rfft(kernel, 2 * length)
-        return self.leave(torch.fft.irfft(spectrum, 2 * length)[..., :length].mT[:, -1])
-
-
 class Bert(nn.Module):
     """Masked tokens: only some positions have a target."""
 
@@ -251,18 +218,6 @@ class Bert(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.encoder.encoder(self.encoder.embedding(ids) + self.encoder.position)
         return self.head(hidden)
-
-
-class Tagger(nn.Module):
-    """A convolution over characters, then a bidirectional LSTM: one tag for each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.convolution = nn.Embedding(VOCABULARY, 6), nn.Conv1d(6, 6, 3, padding=1)
-        self.core, self.leave = nn.LSTM(6, 4, bidirectional=True, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.leave(self.core(self.convolution(self.embedding(ids).mT).relu().mT)[0]).mT
 
 
 def with_lengths(x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -284,35 +239,22 @@ def recurrent(kind: Callable[..., Any], **options: Any) -> Callable[[], nn.Modul
 
 CASES = [
     Case("gru", recurrent(nn.GRU), series, inductor=True),
-    Case("gru, time first", lambda: Last(nn.GRU(6, 5), is_batch_first=False), time_first, options={"batch_dim": 1}),
-    Case("gru of two layers, both ways", recurrent(nn.GRU, num_layers=2, bidirectional=True), series, adam=True),
     Case("lstm", recurrent(nn.LSTM), series),
     Case("lstm, time first", lambda: Last(nn.LSTM(6, 5), is_batch_first=False), time_first, options={"batch_dim": 1}),
-    Case("lstm with a projection", recurrent(nn.LSTM, proj_size=2), series),
     Case("lstm with dropout", recurrent(nn.LSTM, num_layers=2, dropout=0.3), series, draws=True),
-    Case("rnn", recurrent(nn.RNN, nonlinearity="relu"), series),
     Case("lstm cells", lambda: Cells(nn.LSTMCell), series),
     Case("gru cells", lambda: Cells(nn.GRUCell), series, adam=True),
     Case("learnt first state", LearntStart, series),
     Case("packed sequences", Packed, mapped(series, with_lengths),
          refused={"compiled": SHAPES["compiled"], "population": "a tensor's memory is read"}),
     Case("attention", lambda: Attending(mask=""), tokens(), adam=True),
-    Case("attention, causal", lambda: Attending(mask="causal"), tokens()),
     Case("attention with padding", lambda: Attending(mask="padding", add_zero_attn=True), tokens(), inductor=True),
-    Case("attention with a bias", lambda: Attending(mask="additive", add_bias_kv=True), tokens()),
-    Case("attention of other widths", lambda: Attending(mask="", kdim=8, vdim=8, bias=False), tokens()),
     Case("attention with dropout", lambda: Attending(mask="", dropout=0.3), tokens(), draws=True),
     Case("encoder", Encoder, tokens(), inductor=True),
-    Case("encoder, norms first", lambda: Encoder(norm_first=True, activation="gelu"), tokens(), adam=True),
     Case("encoder, time first", lambda: Encoder(is_batch_first=False), mapped(tokens(), lambda x, y: (x.T, y)),
          options={"batch_dim": 1}),
-    Case("encoder with dropout", lambda: Encoder(dropout=0.2), tokens(), draws=True),
     Case("encoder and decoder", Translator, translations, each_token),
     Case("gpt", GPT, next_tokens, each_token, adam=True, inductor=True),
-    Case("gpt with dropout", lambda: GPT(0.2), next_tokens, each_token, draws=True),
     Case("rotary attention", Rotary, tokens()),
-    Case("linear attention", Linearised, tokens()),
-    Case("state space", StateSpace, series, adam=True),
-    Case("tagger", Tagger, tags),
     Case("masked language model", Bert, tags, lambda x, y, reduction="mean": each_token(x, y, reduction)),
 ]  # fmt: skip

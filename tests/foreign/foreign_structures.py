@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from tests.foreign.foreign_case import FUNCTION, READS, SHAPES, WRITES, Case, mapped, tokens, values, vectors
+from tests.foreign.foreign_case import FUNCTION, READS, SHAPES, WRITES, Case, mapped, tokens, vectors
 
 
 def built(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
@@ -60,11 +60,6 @@ def body(middle: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Ten
 # Behaviour of forward
 
 
-def counts(self: Any, x: Tensor) -> Tensor:
-    self.calls += 1
-    return x
-
-
 def averages(self: Any, x: Tensor) -> Tensor:
     if self.training:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
@@ -106,14 +101,6 @@ def draws(self: Any, x: Tensor) -> Tensor:
     return x + 0.1 * torch.randn_like(x) if self.training else x
 
 
-def draws_choice(self: Any, x: Tensor) -> Tensor:
-    return x * torch.bernoulli(torch.full_like(x, 0.5)) if self.training else x
-
-
-def draws_gumbel(self: Any, x: Tensor) -> Tensor:
-    return F.gumbel_softmax(x, tau=0.7, hard=True) if self.training else x.softmax(1)
-
-
 def permutes_batch(self: Any, x: Tensor) -> Tensor:
     return x + 0.1 * x[torch.randperm(len(x))] if self.training else x
 
@@ -148,15 +135,6 @@ def recomputes(self: Any, x: Tensor) -> Tensor:
 
 def recomputes_reentrantly(self: Any, x: Tensor) -> Tensor:
     return checkpoint(self.inner, x, use_reentrant=True)
-
-
-def solves(self: Any, x: Tensor) -> Tensor:
-    eye = torch.eye(8).to(x)
-    return torch.linalg.solve(self.matrix @ self.matrix.T + eye, x.T).T + torch.linalg.slogdet(self.matrix).logabsdet
-
-
-def in_frequency(self: Any, x: Tensor) -> Tensor:
-    return torch.fft.irfft(torch.fft.rfft(x) * torch.complex(self.real, self.imaginary), 8)
 
 
 def functional_inside(self: Any, x: Tensor) -> Tensor:
@@ -217,10 +195,6 @@ def changes_dropout(self: Any, x: Tensor) -> Tensor:
     return self.drop(x)
 
 
-def mixes_dtypes(self: Any, x: Tensor) -> Tensor:
-    return self.low(x.to(torch.bfloat16)).to(x) + x
-
-
 def casts_itself(self: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         found = self.inner(x.float())
@@ -277,10 +251,6 @@ class Output:
 
 def of_logits(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.logits if hasattr(outputs, "logits") else outputs["logits"], targets)
-
-
-def of_first(outputs: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs[0], targets)
 
 
 def two_inputs(x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -351,12 +321,6 @@ def pruned() -> nn.Module:
     return net
 
 
-def pruned_for_good() -> nn.Module:
-    net = pruned()
-    prune.remove(net[0], "weight")
-    return net
-
-
 def partly_frozen() -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     net[0].requires_grad_(False)
@@ -408,8 +372,6 @@ def turned(self: Any, x: Tensor) -> Tensor:
 SQUARE = linear(8, 8)
 
 CASES = [
-    Case("counter in a buffer", built(body(counts), **BODY, calls=zeros(dtype=torch.int64)), vectors(),
-         sliced="it counts slices"),
     Case("moving average, rebound", built(body(averages), **BODY, mean=zeros(8)), vectors(),
          sliced="it averages slices"),
     Case("queue", built(body(enqueues), **BODY, queue=zeros(8, 8)), vectors(), sliced="it enqueues slices"),
@@ -423,8 +385,6 @@ CASES = [
     Case("through NumPy", built(body(through_numpy), **BODY), vectors(), sliced="the mean of a slice",
          refused={"compiled": "a step cannot be compiled in the stage forward.*numpy", "population": "memory is read"}),
     Case("noise", built(body(draws), **BODY), vectors(), draws=True),
-    Case("mask by bernoulli", built(body(draws_choice), **BODY), vectors(), draws=True, inductor=True),
-    Case("gumbel softmax", built(body(draws_gumbel), **BODY), vectors(), draws=True),
     Case("permuted batch", built(body(permutes_batch), **BODY), vectors(), draws=True, sliced="partners in the slice"),
     Case("gradient in forward", built(body(penalised), **BODY, inner=SQUARE), vectors()),
     Case("jacobian in forward", built(body(jacobian), **BODY, inner=SQUARE), vectors()),
@@ -435,8 +395,6 @@ CASES = [
     Case("reentrant checkpointing", built(body(recomputes_reentrantly), **BODY, inner=inner), vectors(),
          refused={**dict.fromkeys(("eager", "microbatches", "compiled", "ranks"), "set use_reentrant=False"),
                   **FUNCTION}),
-    Case("linear solve", built(body(solves), **BODY, matrix=param(8, 8)), vectors()),
-    Case("fourier layer", built(body(in_frequency), **BODY, real=param(5), imaginary=param(5)), vectors()),
     Case("functional_call inside", built(body(functional_inside), **BODY, inner=SQUARE), vectors()),
     Case("low-rank parametrization", low_rank, vectors()),
     Case("codebook", built(body(quantizes), **BODY, codebook=lambda: torch.randn(4, 8)), vectors(),
@@ -452,8 +410,6 @@ CASES = [
     Case("writes into the batch", built(writes_into_batch, **BODY), vectors(),
          refused=r"wrote in place into state\.batch|the batch, .* is written into in place"),
     Case("changed dropout", built(body(changes_dropout), **BODY, drop=lambda: nn.Dropout(0.5)), vectors(), draws=True),
-    Case("layer in bfloat16", built(body(mixes_dtypes), **BODY, low=lambda: nn.Linear(8, 8).bfloat16()), vectors(),
-         rtol=2e-2),
     Case("autocast inside", built(body(casts_itself), **BODY, inner=lambda: nn.Linear(8, 8).float()), vectors(),
          rtol=2e-2),
     Case("cached table", built(body(looks_up), **BODY), vectors()),
@@ -463,16 +419,8 @@ CASES = [
     Case("complex parameter", built(body(turned), **BODY, turn=lambda: nn.Parameter(
          torch.view_as_complex(torch.randn(4, 2)))), vectors()),
     Case("unused parameter", built(body(lambda self, x: x), **BODY, idle=param(4)), vectors(), adam=True),
-    Case("parameter list", built(body(lambda self, x: x * sum(self.scales)), **BODY,
-         scales=lambda: nn.ParameterList([torch.ones(8), torch.randn(8)])), vectors()),
-    Case("list of plain tensors", built(body(lambda self, x: x * self.plain[0]), **BODY,
-         plain=lambda: [torch.linspace(0, 1, 8)]), vectors()),
     Case("dataclass out", built(lambda self, x: Output(self.leave(torch.tanh(self.enter(x)))), **BODY), vectors(),
          of_logits),
-    Case("dictionary out", built(lambda self, x: {"logits": self.leave(torch.tanh(self.enter(x))), "none": None},
-         **BODY), vectors(), of_logits),
-    Case("tuple out", built(lambda self, x: (self.leave(torch.tanh(self.enter(x))), [x, None, 3]), **BODY), vectors(),
-         of_first),
     Case("two inputs", built(lambda self, x, y: self.leave(torch.tanh(self.enter(x) * self.enter(y))), **BODY),
          mapped(vectors(), two_inputs)),
     Case("keyword inputs", built(lambda self, x, scale=1.0: self.leave(scale * torch.tanh(self.enter(x))), **BODY),
@@ -484,11 +432,9 @@ CASES = [
     *(Case(f"tied by the {how}", functools.partial(Tied, how), vectors(), adam=how == "module")
       for how in ("module", "parameter", "data")),
     Case("tied by a view", functools.partial(Tied, "view"), vectors(), refused="share memory"),
-    Case("hooks of modules", with_hooks, vectors()),
     Case("backward hook of a module", with_backward_hook, vectors(), refused=FUNCTION),
     Case("hook of a parameter", with_parameter_hook, vectors(), refused="weight has hooks"),
     Case("pruned", pruned, vectors(), refused="make it permanent"),
-    Case("pruned for good", pruned_for_good, vectors()),
     Case("partly frozen", partly_frozen, vectors(), sliced="batch normalization sees slices"),
     Case("scripted part", scripted, vectors(), refused="pass the module as it was before torch.jit.script"),
     Case("weight norm by hooks", old_weight_norm, vectors(), refused="use torch.nn.utils.parametrizations"),
@@ -498,6 +444,4 @@ CASES = [
          refused="run the module once on a batch first"),
     Case("bag of tokens in float32", lambda: nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 3)), tokens(),
          is_float=True),
-    Case("everything in float32", lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), values(),
-         nn.MSELoss(), is_float=True, inductor=True),
 ]  # fmt: skip

@@ -1,12 +1,6 @@
-"""Sharded runs of a few steps; as a program, this module is one of the processes.
+"""Sharded runs of a few steps."""
 
-python -m tests.transforms.sharded_scenarios STORE RANK MESH FOLDER [--shipped]
-"""
-
-import datetime
 import itertools
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +21,14 @@ from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, ragged, tol
 from tests.transforms.processes import errors_of
 
 
-SHARDED = {name: scenario for name, scenario in SCENARIOS.items() if name != "sam per rank"} | {
-    "lion": Scenario(options={"optimizer": optim.lion(0.01)}),
-    "rmsprop": Scenario(options={"optimizer": optim.rmsprop(0.01)}),
+# The others differ in nothing that a division of the parameters could change.
+OF_DATA_PARALLEL = (
+    "ragged", "microbatches", "terms", "draws", "ema and clipping", "selective_backprop", "sam", "accumulation",
+    "loss_scaling", "noise scale", "per_example_clipping", "batch norm", "ghost_batchnorm", "no elements", "coupled",
+    "denominators", "compiled",
+)  # fmt: skip
+SHARDED = {name: SCENARIOS[name] for name in OF_DATA_PARALLEL} | {
+    "adam": Scenario(options={"optimizer": optim.adamw(0.01)}),
     "adafactor": Scenario(options={"optimizer": optim.adafactor(0.01)}, batches=ragged),
     "muon": Scenario(options={"optimizer": optim.by_pattern({"*": optim.muon(0.02)}, optim.adamw(3e-4))}),
     "from_torch": Scenario(options={"optimizer": optim.from_torch(torch.optim.NAdam, lr=0.01)}),
@@ -46,7 +45,7 @@ SHARDED = {name: scenario for name, scenario in SCENARIOS.items() if name != "sa
 
 
 GATHERS: Any = ("step", "layer")
-NEEDS_PARTS = ("noise scale", "per_example_clipping", "per_example_clipping in chunks")
+NEEDS_PARTS = ("noise scale", "per_example_clipping")
 """Scenarios with methods that need the gradients of parts of the batch."""
 
 
@@ -81,7 +80,7 @@ def of_shipped(
     return pc.whole(state)
 
 
-def shipped(text: str, mesh: Any) -> list[Any]:
+def shipped(mesh: Any, text: str) -> list[Any]:
     """Return results of a shipped algorithm in one process, under `data_parallel` and sharded, or why it is refused."""
 
     def sharded(gather: Any) -> Any:
@@ -225,38 +224,21 @@ def bytes_held(mesh: Any) -> tuple[int, int, int]:
     return count(state), count(pc.shard(state, mesh)), mesh.size(mesh.ndim - 1)
 
 
-def main(store: str, rank: int, shape: tuple[int, ...], folder: str, has_shipped: bool) -> None:
-    """Run all scenarios as one of the processes, and save the results."""
-    torch.set_num_threads(1)
-    size, limit = torch.Size(shape).numel(), datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+def results(mesh: Any, shape: tuple[int, ...], gather: Any) -> dict[str, list[dict[str, Any]]]:
+    """Return the states of all scenarios that can be gathered so, in one of several processes."""
     mesh = init_device_mesh("cpu", shape)
-    found: dict[str, Any] = {}
-    found[".refusals"], found[".bytes"] = refusals(mesh), bytes_held(mesh)
-    found[".compiled bits"], found[".sent"] = compiled_bits(mesh), sent(mesh)
+    names = [name for name in SHARDED if gather == "step" or name not in NEEDS_PARTS]
+    return {f"{name} {gather}": [told(state) for state in run(SHARDED[name], mesh, gather)] for name in names}
+
+
+def facts(mesh: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what else is known of one of several processes."""
     # On the second mesh each process holds all rows.
-    found[".created"] = [[told(state) for state in created(one)] for one in (mesh, init_device_mesh("cpu", (size, 1)))]
-    cases: dict[str, Callable[[], Any]] = {
-        f"{name} {gather}": lambda scenario=scenario, gather=gather: [
-            told(state) for state in run(scenario, mesh, gather)
-        ]
-        for name, scenario in SHARDED.items()
-        for gather in GATHERS
-        if gather == "step" or name not in NEEDS_PARTS
+    meshes = init_device_mesh("cpu", shape), init_device_mesh("cpu", (mesh.size(), 1))
+    return {
+        ".refusals": refusals(meshes[0]),
+        ".bytes": bytes_held(meshes[0]),
+        ".compiled bits": compiled_bits(meshes[0]),
+        ".sent": sent(meshes[0]),
+        ".created": [[told(state) for state in created(one)] for one in meshes],
     }
-    if has_shipped:
-        texts = [text for row in SHIPPED.values() for text in row.examples]
-        cases = {text: lambda text=text: shipped(text, mesh) for text in texts}
-    for name, case in cases.items():
-        try:
-            found[name] = case()
-        except Exception:
-            found[name] = traceback.format_exc()
-            break  # the other processes wait at another place than this one
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    numbers = tuple(map(int, sys.argv[3].split("x")))
-    main(sys.argv[1], int(sys.argv[2]), numbers, sys.argv[4], "--shipped" in sys.argv)

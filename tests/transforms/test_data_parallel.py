@@ -15,18 +15,15 @@ from torch.nn.utils import parametrizations
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on, tree
-from purecompose.algorithms._parts.shared import gradient_of_part
 from purecompose.algorithms._sam import perturb_params
-from purecompose.core.compose import Step
 from purecompose.core.layout import Layout
 from purecompose.core.loop import forward, loss, update
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Microbatches
 from purecompose.testing.ranks import played
+from purecompose.testing.worker import in_process_group
 from tests.helpers import Routed, changing, loss_of, make_batch, make_mlp, make_state
-from tests.transforms import parallel_scenarios
-from tests.transforms.parallel_scenarios import METRICS, SCENARIOS, evaluated, run, told, trained
-from tests.transforms.processes import run_processes
+from tests.transforms.parallel_scenarios import METRICS, SCENARIOS, evaluated, results, run, told, trained
 
 
 ONLY_ITS_OWN = ("batch norm in slices", "ghost_batchnorm", "sam per rank", "noise scale")
@@ -38,16 +35,12 @@ SIZES = [pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pyte
 @pytest.fixture(scope="module", params=SIZES)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of each of several processes."""
-    return run_processes(
-        parallel_scenarios.__name__, tmp_path_factory.mktemp("ranks"), request.param, str(request.param)
-    )
+    return in_process_group(results, request.param, str(tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_all_ranks_have_the_same_state(ranks: list[dict[str, Any]], name: str) -> None:
-    for found in ranks:
-        assert isinstance(found.get(name), list), found.get(name)
-        assert tree.equal(found[name], ranks[0][name])
+    assert all(tree.equal(found[name], ranks[0][name]) for found in ranks)
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ONLY_ITS_OWN])
@@ -245,11 +238,6 @@ def test_means_over_processes_without_counted_targets_are_plain_means() -> None:
     check_played([penalty], make_mlp(), [(inputs, torch.full_like(targets, -100))])
 
 
-def test_numbers_of_the_state_do_not_keep_whole_messages_in_memory() -> None:
-    end, _ = played(compose(loop_events), 2)(lambda one: one(make_state(), make_batch()))
-    assert loss_of(end).untyped_storage().nbytes() == 4
-
-
 @pytest.mark.parametrize(
     ("event", "change", "words"),
     [
@@ -268,12 +256,6 @@ def test_an_update_inside_is_refused() -> None:
     step = compose([Event.BATCH_START, Microbatches(Grad(forward, loss), update), pc.loop.advance])
     with pytest.raises(RuntimeError, match="an update belongs after Microbatches"):
         played(step, 2)(lambda one: one(make_state(), make_batch()))
-
-
-def test_a_gradient_of_something_else_is_refused() -> None:
-    ask = changing("ask", Event.AFTER_TRAIN_BATCH, lambda state: state.gradient(state.params, "mine") and state)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected 'all', 'own' or 'none'"):
-        compose(loop_events, [ask])(make_state(), make_batch())
 
 
 # Processes and groups
@@ -343,22 +325,6 @@ def test_each_process_measures_all_of_what_is_no_sum(ranks: list[dict[str, Any]]
 def test_an_evaluation_of_different_data_is_refused(ranks: list[dict[str, Any]], case: str) -> None:
     for rank in ranks:
         assert "DistributedSampler" in rank[".evaluations"][case]
-
-
-def test_per_example_clipping_only_computes_the_processs_own_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[int, set[int]] = {0: set(), 1: set()}
-
-    def one(step: Step) -> State:
-        def noted(state: State, part: Any, first_example: int) -> Any:
-            assert step.ranks is not None
-            seen[step.ranks.rank].add(first_example)
-            return gradient_of_part(state, part, first_example)
-
-        monkeypatch.setattr(sys.modules["purecompose.algorithms._per_example_clipping"], "gradient_of_part", noted)
-        return step(make_state(), make_batch(0, 7))
-
-    played(compose(loop_events, [alg.per_example_clipping(0.5, chunk_size=1)]), 2)(one)
-    assert seen == {0: {0, 1, 2, 3}, 1: {4, 5, 6}}
 
 
 def test_the_noise_scale_is_that_of_the_processes_parts(monkeypatch: pytest.MonkeyPatch) -> None:

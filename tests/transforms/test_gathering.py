@@ -1,5 +1,6 @@
 """Parameters gathered layer by layer, in networks that compute with them without recording it."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -69,12 +70,21 @@ def _trained(mesh: Any, kind: type[nn.Linear]) -> dict[str, Tensor]:
     return {name: whole(param).clone() for name, param in state.params.items()}
 
 
-@pytest.mark.parametrize("kind", [_Scaled, _ScaledByColumn, _Nearest, _ByFunction])
-def test_a_network_that_does_not_record_what_it_computes_gets_whole_parameters(kind: type[nn.Linear]) -> None:
-    expected = _trained(None, kind)
-    for found in in_process_group(_trained, 2, kind):
-        for name, param in expected.items():
-            torch.testing.assert_close(found[name], param, rtol=0, atol=2e-7)
+def _all_trained(mesh: Any) -> list[dict[str, Tensor]]:
+    return [_trained(mesh, kind) for kind in (_Scaled, _ScaledByColumn, _Nearest, _ByFunction)]
+
+
+def test_networks_that_do_not_record_what_they_compute_get_whole_parameters() -> None:
+    expected = _all_trained(None)
+    for found in in_process_group(_all_trained, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
+
+
+FROZEN = [], ["0.bias", "2.weight"]
+
+
+def _counting_messages(mesh: Any) -> list[tuple[dict[str, Tensor], list[str]]]:
+    return [_trained_counting_messages(mesh, frozen) for frozen in FROZEN]
 
 
 def _trained_counting_messages(mesh: Any, frozen: list[str]) -> tuple[dict[str, Tensor], list[str]]:
@@ -99,14 +109,13 @@ def _trained_counting_messages(mesh: Any, frozen: list[str]) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("frozen", [[], ["0.bias", "2.weight"]])
-def test_the_parameters_that_a_function_reads_travel_together(size: int, frozen: list[str]) -> None:
-    expected, _ = _trained_counting_messages(None, frozen)
-    for found, messages in in_process_group(_trained_counting_messages, size, frozen):
-        for name, param in expected.items():
-            torch.testing.assert_close(found[name], param, rtol=0, atol=2e-7)
-        # Two layers forward, the last one's weight backward, and gradients of two layers.
-        assert messages == ["gather"] * 3 + ["scatter_sum"] * 2
+def test_the_parameters_that_a_function_reads_travel_together(size: int) -> None:
+    expected = _counting_messages(None)
+    for found in in_process_group(_counting_messages, size):
+        for (params, messages), (alone, _) in zip(found, expected, strict=True):
+            torch.testing.assert_close(params, alone, rtol=0, atol=2e-7)
+            # Two layers forward, the last one's weight backward, and gradients of two layers.
+            assert messages == ["gather"] * 3 + ["scatter_sum"] * 2
 
 
 class _Routed(nn.Module):
@@ -152,17 +161,21 @@ def _attempts(mesh: Any, widths: tuple[int, int], is_mixed: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("widths", [(4, 4), (4, 6)])
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_examples_that_take_other_layers_are_evaluated_right_or_refused(
-    widths: tuple[int, int], is_mixed: bool
-) -> None:
-    state, batch = _routed(widths, is_mixed)
-    expected = pytest.approx(pc.evaluate(state, [batch])["loss"])
-    for evaluated, trained, by_layer, trained_by_layer in in_process_group(_attempts, 2, widths, is_mixed):
-        assert evaluated == expected and trained == expected
-        if is_mixed:
-            assert by_layer == expected and trained_by_layer == pytest.approx(trained)
-        else:
-            assert "read different parameters at the same time, this one reads experts." in by_layer
-            assert "read different parameters at the same time, this one reads experts." in trained_by_layer
+ROUTES = list(itertools.product([(4, 4), (4, 6)], [False, True]))
+
+
+def _all_attempts(mesh: Any) -> list[list[Any]]:
+    return [_attempts(mesh, *route) for route in ROUTES]
+
+
+def test_examples_that_take_other_layers_are_evaluated_right_or_refused() -> None:
+    words = "read different parameters at the same time, this one reads experts."
+    for of_rank in in_process_group(_all_attempts, 2):
+        for route, (evaluated, trained, by_layer, trained_by_layer) in zip(ROUTES, of_rank, strict=True):
+            state, batch = _routed(*route)
+            expected, is_mixed = pytest.approx(pc.evaluate(state, [batch])["loss"]), route[1]
+            assert evaluated == expected and trained == expected
+            if is_mixed:
+                assert by_layer == expected and trained_by_layer == pytest.approx(trained)
+            else:
+                assert words in by_layer and words in trained_by_layer

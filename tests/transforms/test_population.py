@@ -24,8 +24,7 @@ from purecompose import (
     unstack_states,
 )
 from purecompose.core.loop import advance, update
-from purecompose.core.operation import NO_PURPOSE, Carry
-from purecompose.core.scopes import Grad, Microbatches
+from purecompose.core.scopes import Grad
 from purecompose.observers import History, Progress
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
@@ -129,20 +128,6 @@ def test_each_member_equals_its_single_run(text, name, chunk_size):
     assert not tree.equal(expected[0].params, expected[1].params)  # the members differ
 
 
-def test_draws_equal_those_of_the_members_single_runs():
-    def note(state: State) -> State:
-        order = pc.random.permutation(state.rng("order"), 6)
-        drawn = pc.random.uniform(state.example_rng("own"), (6,))
-        return state.replace(metrics={**state.metrics, "order": order, "drawn": drawn})
-
-    step = compose(loop_events, [changing("note", Event.BATCH_START, note)])
-    members, batches = make_members(), make_batches(2, size=6)
-    states = run_steps(population(step, 3, 2), stack_states(members), batches)
-    for i, state in enumerate(members):
-        alone = run_steps(step, state, batches).metrics
-        assert_same({name: value[i] for name, value in states.metrics.items()}, alone)
-
-
 def test_methods_together_and_dropout():
     methods = [alg.mixup(0.3), alg.label_smoothing(0.1), alg.selective_backprop(0, 1.0, full_every=2), counter()]
     members = make_members(4, lambda seed: make_mlp(seed, dropout=0.5), batches_per_epoch=3)
@@ -167,29 +152,6 @@ def test_each_member_may_have_its_own_batches(chunk_size):
         states = pop(states, {**stacked, "set": "train"})
     assert_members(states, members)
     assert (states.timestamp.sample, states.timestamp.batch) == (16, 3)
-
-
-def test_batches_may_be_objects_that_are_not_registered_with_vmap():
-    class Batch:
-        def __init__(self, x: Tensor, y: Tensor) -> None:
-            self.x, self.y = x, y
-
-    members = make_members(input_field="x", target_field="y")
-    batches = [Batch(*batch) for batch in make_batches(2)]
-    assert_agrees(compose(loop_events, [alg.mixup(0.3)]), members, batches)
-    assert_agrees(compose(loop_events), members, batches)
-    each = Batch(*[torch.stack(column) for column in zip(*make_batches(3), strict=True)])
-    step = compose(loop_events, [noise()])
-    states = population(step, 3, 2, "each")(stack_states(members), each)
-    assert_members(states, [step(state, Batch(each.x[i], each.y[i])) for i, state in enumerate(members)])
-
-
-def test_a_population_does_not_change_its_arguments():
-    step, batch = compose(loop_events, [alg.mixup(0.3)]), make_batch()
-    states = stack_states([step.init(state) for state in make_members()])
-    kept = tree.map(lambda leaf: leaf.clone(), (states, batch))
-    population(step, 3)(states, batch)
-    assert_same((states, batch), kept)
 
 
 # Programs
@@ -237,37 +199,6 @@ def test_a_second_gradient(microbatches):
     assert states.metrics["uphill"].shape == (3,)
 
 
-@pytest.mark.parametrize("num_parts", [2, 5])
-def test_a_step_in_parts_equals_the_step(num_parts):
-    """The step is cut as `compile` cuts it: values shared by all members cross the boundaries as one row."""
-    step = compose(loop_events, [sharpness(), alg.mixup(0.3), counter()], microbatches=2)
-    pop, batch = population(step, 3, 2), make_batch()
-    states = pop.init(stack_states(make_members()))
-    expected = pop(states, batch)
-    bits, _, _, start = pop.prepare(states, batch)
-    current, lowered = Carry(start()), pop.lowered(bits)
-    cuts = [len(lowered) * i // num_parts for i in range(num_parts + 1)]
-    with torch.no_grad():
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            if start == 0:
-                shared = current.state.batch[0].value
-                assert len(tree.leaves(current.state.batch)) == 2 and shared.data_ptr() == batch[0].data_ptr()
-            current = pop.members.in_order(lowered[start:stop])(current, NO_PURPOSE)
-    assert_same(pop.finish(current.state), expected)
-
-
-def test_unchanged_batches_stay_shared_and_unchanged_fields_identical():
-    pop, batch = population(compose(loop_events), 3), make_batch()
-    states = stack_states(make_members())
-    bits, _, _, make_start = pop.prepare(states, batch)
-    start = make_start()
-    with torch.no_grad():
-        end = pop.operation(bits)(Carry(start), NO_PURPOSE).state
-    assert [leaf.value.data_ptr() for leaf in end.batch] == [leaf.data_ptr() for leaf in batch]
-    assert end.hparams is states.hparams and end.key is states.key and end.slots is states.slots
-    assert end.clock is not None and end.clock.table.shape[0] == 2
-
-
 def test_lasting_tensors_have_one_row_per_member_in_memory():
     """Also if all members set the same value: a tensor with one row read n times could not be written to."""
 
@@ -294,11 +225,6 @@ def test_the_first_run_of_a_members_batch_size_is_checked() -> None:
     states = pop(stack_states(make_members()), batches[0])
     with pytest.raises(pc.errors.ContractError, match="write at .*in place into state.params"):
         pop(states, batches[1])
-
-
-def test_the_error_of_a_plain_step_on_a_stacked_state_names_population() -> None:
-    with pytest.raises(ValueError, match=r"stacked one of 3 members: population\(step, n\)"):
-        compose(loop_events)(stack_states(make_members()), make_batch())
 
 
 def test_a_match_sees_the_shapes_of_a_member():
@@ -345,16 +271,6 @@ def test_a_changed_shape_is_reported_with_algorithm_and_path():
     widen = changing("widen", Event.BATCH_END, lambda s: s.replace(slots={"widen": torch.zeros(2)}))
     with pytest.raises(pc.errors.ContractError, match=r"widen at .*state.slots\['widen'\] from absent"):
         population(compose(loop_events, [widen]), 3)(stack_states(make_members()), make_batch())
-
-
-def test_writing_in_place_is_an_error():
-    def write(state: State) -> State:
-        state.params["0.bias"].mul_(2)
-        return state
-
-    step = compose(loop_events, [changing("write", Event.BATCH_START, write)])
-    with pytest.raises(pc.errors.ContractError, match="write at .*in place into state.params"):
-        population(step, 3)(stack_states(make_members()), make_batch())
 
 
 # Outer events, init, plan
@@ -498,34 +414,6 @@ def test_evaluate_and_predict():
             use(states, data)
 
 
-def test_observing_a_population_is_an_error_with_a_remedy():
-    pop = population(compose(loop_events), 2)
-    with pytest.raises(TypeError, match=r"given, traced\(step\)\(unstack_states\(state\)\[0\], batch\)"):
-        pc.traced(pop)(stack_states(make_members(2)), make_batch())
-
-
-# Gradients through a population
-
-
-@pytest.mark.parametrize("signature", ["func", "autograd"])
-def test_gradients_through_two_steps_of_a_population(signature):
-    step, batches = compose(loop_events, [alg.label_smoothing(0.1)]), make_batches(2)
-    members = [step.init(state) for state in make_members()]
-    rates = torch.tensor([0.1, 0.2, 0.3])
-
-    def loss(rates: Tensor, step: Any, state: State) -> Tensor:
-        end = run_steps(step, state.replace(hparams={"lr": rates}), batches)
-        return sum((param**2).sum() for param in end.params.values())  # pyright: ignore[reportReturnType]
-
-    expected = [torch.func.grad(loss)(rate, step, state) for rate, state in zip(rates, members, strict=True)]
-    pop, states = population(step, 3, 2), stack_states(members)
-    if signature == "func":
-        found = torch.func.grad(loss)(rates, pop, states)
-    else:
-        (found,) = torch.autograd.grad(loss(leaf := rates.clone().requires_grad_(), pop, states), [leaf])
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-6)
-
-
 # Stacking
 
 
@@ -558,61 +446,58 @@ def test_states_that_cannot_be_stacked_are_an_error(change, message):
         stack_states([first, change(second)])
 
 
-def test_states_of_other_networks_or_nothing_cannot_be_stacked():
-    with pytest.raises(ValueError, match="member 2 has another model"):
-        stack_states([*make_members(2), make_state(nn.Linear(4, 3))])
-    with pytest.raises(ValueError, match="at least one"):
-        stack_states([])
-    with pytest.raises(TypeError, match="expected States, got dict"):
-        stack_states([make_state(), {}])  # pyright: ignore[reportArgumentType]
-
-
-def test_states_that_are_not_stacked_are_an_error():
-    states, pop = stack_states(make_members()), population(compose(loop_events), 3)
-    with pytest.raises(ValueError, match="got a single one; stack_states"):
-        unstack_states(make_state())
-    with pytest.raises(ValueError, match=r"expected 3 rows.*got float32\[\] in state.hparams\['lr'\]"):
-        unstack_states(states.replace(hparams={"lr": torch.tensor(0.1)}))
-    with pytest.raises(ValueError, match="expected a stacked state of 3 members, got a single one; stack_states"):
-        pop(make_state(), make_batch())
-    with pytest.raises(ValueError, match="of 2 members, got one of 3; population"):
-        population(compose(loop_events), 2)(states, make_batch())
-    with pytest.raises(ValueError, match=r"leading dimension of 3 members, got float32\[8, 4\]"):
-        population(compose(loop_events), 3, batches="each")(states, make_batch())
-    with pytest.raises(TypeError, match="expected a State first, got int"):
-        pop(3, make_batch())  # pyright: ignore[reportArgumentType]
+STACKED = stack_states(make_members())
+COMPOSED = compose(loop_events)
+wrong: Any = population  # for arguments that a type checker refuses
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("call", "error", "message"),
     [
-        ({"n": 0}, ValueError, "population: n"),
-        ({"n": 2.0}, TypeError, "population: n"),
-        ({"chunk_size": 0}, ValueError, "population: chunk_size"),
-        ({"batches": "own"}, ValueError, "batches='own': expected one of 'shared', 'each'"),
-        ({"step": lambda state, batch: state}, TypeError, "made by compose, got function"),
-        ({"step": population(compose(loop_events), 2)}, ValueError, r"single states, got population"),
+        (lambda: population(COMPOSED, 0), ValueError, "population: n"),
+        (lambda: wrong(COMPOSED, 2.0), TypeError, "population: n"),
+        (lambda: population(COMPOSED, 2, chunk_size=0), ValueError, "population: chunk_size"),
+        (lambda: population(COMPOSED, 2, batches="own"), ValueError, "batches='own': expected one of 'shared', 'each'"),
+        (lambda: wrong(lambda state, batch: state, 2), TypeError, "made by compose, got function"),
+        (lambda: population(population(COMPOSED, 2), 2), ValueError, "single states, got population"),
+        (lambda: stack_states([]), ValueError, "at least one"),
+        (lambda: stack_states([make_state(), wrong]), TypeError, "expected States, got function"),
+        (
+            lambda: stack_states([*make_members(2), make_state(nn.Linear(4, 3))]),
+            ValueError,
+            "member 2 has another model",
+        ),
+        (lambda: unstack_states(make_state()), ValueError, "got a single one; stack_states"),
+        (
+            lambda: unstack_states(with_rate(STACKED, 0.1)),
+            ValueError,
+            r"expected 3 rows.*got float32\[\] in state.hparams",
+        ),
+        (lambda: population(COMPOSED, 3)(make_state(), make_batch()), ValueError, "of 3 members, got a single one"),
+        (lambda: population(COMPOSED, 2)(STACKED, make_batch()), ValueError, "of 2 members, got one of 3; population"),
+        (
+            lambda: population(COMPOSED, 3, batches="each")(STACKED, make_batch()),
+            ValueError,
+            "dimension of 3 members, got",
+        ),
+        (lambda: wrong(COMPOSED, 3)(3, make_batch()), TypeError, "expected a State first, got int"),
+        (
+            lambda: pc.traced(population(COMPOSED, 3))(STACKED, make_batch()),
+            TypeError,
+            r"unstack_states\(state\)\[0\], batch",
+        ),
+        (lambda: COMPOSED(STACKED, make_batch()), ValueError, r"stacked one of 3 members: population\(step, n\)"),
+        (
+            lambda: STACKED.forward(make_batch()[0]),
+            ValueError,
+            "expected a single state, got a stacked one of 3 members",
+        ),
     ],
 )
-def test_wrong_arguments(arguments, error, message):
+def test_wrong_uses_are_refused(call, error, message):
     with pytest.raises(error, match=message):
-        population(**{"step": compose(loop_events), "n": 2, **arguments})
+        call()
 
 
 def test_a_population_of_one():
     assert_agrees(compose(loop_events, [alg.mixup(0.3)]), make_members(1), make_batches(2))
-
-
-def test_slices_of_slices_in_a_population():
-    nested = [
-        Microbatches(Microbatches(Grad(pc.loop.forward, pc.loop.loss), microbatches=2), microbatches=2),
-        update,
-        advance,
-    ]
-    assert_agrees(compose(nested), make_members(), make_batches(2), chunk_size=2)
-
-
-def test_a_stacked_state_has_no_forward() -> None:
-    stacked = pc.stack_states([make_state(), make_state()])
-    with pytest.raises(ValueError, match="expected a single state, got a stacked one of 2 members"):
-        stacked.forward(make_batch()[0])

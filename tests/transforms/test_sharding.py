@@ -1,34 +1,33 @@
 """fully_sharded: several processes, each with some rows of every parameter, compute the same as a single one."""
 
+import functools
 import math
-from pathlib import Path
+import operator
 from typing import Any
 
 import pytest
 import torch
 
 from purecompose.testing.shipped import SHIPPED
-from tests.transforms import sharded_scenarios
-from tests.transforms.processes import run_processes
-from tests.transforms.sharded_scenarios import GATHERS, NEEDS_PARTS, SHARDED, run, told
+from purecompose.testing.worker import in_process_group
+from tests.transforms.sharded_scenarios import GATHERS, NEEDS_PARTS, SHARDED, facts, results, run, shipped, told
 
 
-BY_PARTS = ("batch norm in slices", "ghost_batchnorm", "noise scale")
+BY_PARTS = ("ghost_batchnorm", "noise scale")
 """Scenarios whose result depends on how a batch is divided."""
 DEPENDS_ON_PARTS = ("gradient_noise_scale", "ghost_batchnorm")
 """Beginnings of the calls of shipped methods whose result does."""
-MESHES = ["2", pytest.param("4", marks=pytest.mark.slow), pytest.param("2x2", marks=pytest.mark.slow)]
+MESHES = [(2,), pytest.param((4,), marks=pytest.mark.slow), pytest.param((2, 2), marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", params=MESHES)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=MESHES, ids=str)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return the results of each of several processes."""
-    return _results(request.param, tmp_path_factory.mktemp("ranks"))
-
-
-def _results(mesh: str, folder: Path, *options: str, timeout: float = 300) -> list[dict[str, Any]]:
-    size = math.prod(map(int, mesh.split("x")))
-    return run_processes(sharded_scenarios.__name__, folder, size, mesh, *options, timeout=timeout)
+    shape = request.param
+    size = math.prod(shape)
+    parts = [in_process_group(results, size, shape, gather) for gather in GATHERS]
+    parts.append(in_process_group(facts, size, shape))
+    return [functools.reduce(operator.or_, of_rank) for of_rank in zip(*parts, strict=True)]
 
 
 @pytest.mark.parametrize("gather", ["step", "layer"])
@@ -37,8 +36,6 @@ def test_the_state_equals_that_of_one_process(ranks: list[dict[str, Any]], name:
     if gather == "layer" and name in NEEDS_PARTS:
         pytest.skip("needs the gradients of parts, and is refused")
     case = f"{name} {gather}"
-    for found in ranks:
-        assert isinstance(found.get(case), list), found.get(case)
     for states in zip(*(found[case] for found in ranks), strict=True):
         for other in states[1:]:
             torch.testing.assert_close(other, states[0], rtol=0, atol=0, equal_nan=True)
@@ -103,21 +100,17 @@ def test_wrong_uses_are_refused(ranks: list[dict[str, Any]], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["2", "4"])
-def test_shipped_methods_equal_one_process(tmp_path: Path, mesh: str) -> None:
-    results = _results(mesh, tmp_path, "--shipped", timeout=1200)
-    texts = [text for row in SHIPPED.values() for text in row.examples]
-    for text in texts:
-        for found in results:
-            assert isinstance(found.get(text), list), (text, found.get(text))
-        alone, shared, *sharded = results[0][text]
-        if not text.startswith(DEPENDS_ON_PARTS):
-            _assert_near(shared, alone, text)
-        for gather, found in zip(GATHERS, sharded, strict=True):
-            if isinstance(found, str):
-                assert gather == "layer" and "use gather='step'" in found, (text, found)
-            else:
-                _assert_near(found, shared, f"{text}, gather={gather}")
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("text", [text for row in SHIPPED.values() for text in row.examples])
+def test_shipped_methods_equal_one_process(text: str, size: int) -> None:
+    alone, shared, *sharded = in_process_group(shipped, size, text)[0]
+    if not text.startswith(DEPENDS_ON_PARTS):
+        _assert_near(shared, alone, text)
+    for gather, found in zip(GATHERS, sharded, strict=True):
+        if isinstance(found, str):
+            assert gather == "layer" and "use gather='step'" in found, (text, found)
+        else:
+            _assert_near(found, shared, f"{text}, gather={gather}")
 
 
 def _assert_near(found: dict[str, Any], expected: dict[str, Any], text: str) -> None:

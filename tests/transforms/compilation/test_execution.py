@@ -1,15 +1,13 @@
 """Host algorithms in compiled steps: before, between and after the graphs, whatever they change."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import purecompose as pc
 from purecompose import Event, State, compose, loop_events
-from purecompose.core.context import Static
-from tests.helpers import changing, counter, make_batch, make_batches, make_mlp, make_state
+from tests.helpers import changing, counter, make_batches, make_mlp, make_state
 from tests.sampling import one_in
 from tests.transforms.compilation.compile_helpers import (
     DONATE,
@@ -29,14 +27,6 @@ def is_odd(state: State) -> bool:
     return bool(state.timestamp.batch % 2)
 
 
-def with_loss(state: State, loss: Any) -> State:
-    return state.replace(static=Static(state.context.replace(loss=loss), state.static.timestamp))
-
-
-def twice(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    return 2 * pc.losses.cross_entropy(outputs, targets, reduction=reduction)
-
-
 RELU = make_mlp()
 RELU[1] = torch.nn.ReLU()
 MODELS = make_state().model, make_state(RELU).model  # made here, because within a step initial weights would be drawn
@@ -45,15 +35,12 @@ MODELS = make_state().model, make_state(RELU).model  # made here, because within
 CHANGES: dict[str, Callable[[State], State]] = {
     "nothing": lambda s: s,
     "numbers": lambda s: s.replace(params={k: p * (1 + 0.1 * s.timestamp.batch) for k, p in s.params.items()}),
-    "one number": lambda s: s.replace(params={**s.params, "0.bias": s.params["0.bias"] + 0.1}),
     "alias": lambda s: s.replace(slots={**s.slots, "ema": dict(s.params)}),
     "turn": lambda s: s.replace(
         params=dict(s.opt_state["momentum"]), opt_state={**s.opt_state, "momentum": dict(s.params)}
     ),
     "strides": lambda s: s.replace(params={k: p.t().contiguous().t() * 1.1 for k, p in s.params.items()}),
     "metrics": lambda s: s.replace(metrics={**s.metrics, "w": s.params["0.bias"], "n": torch.ones(())}),
-    "key": lambda s: s.replace(key=s.key + 1),
-    "loss function": lambda s: with_loss(s, twice if is_odd(s) else pc.losses.cross_entropy),
     "optimizer": lambda s: s.replace(optimizer=pc.optim.sgd(0.2 if is_odd(s) else 0.1, momentum=0.9)),
     "model": lambda s: s.replace(model=MODELS[is_odd(s)]),
 }
@@ -139,18 +126,6 @@ def test_a_slot_that_exists_only_within_the_step_crosses_a_boundary(donate: bool
     ]
     step, fast = made(methods, donate=donate)
     assert_runs_agree(step, fast, step.init(make_state()), make_batches(7))
-
-
-def test_a_state_whose_successor_has_another_form_says_why_it_is_spent() -> None:
-    def grow(state: State) -> State:
-        is_late = state.timestamp.batch == 3
-        return state.replace(slots={**state.slots, "x": torch.ones(2)}) if is_late else state
-
-    _, fast = made([counter(), changing("grow", Event.BATCH_END, grow, host=True, when=pc.every(1))])
-    state = fast(fast(fast.init(make_state()), make_batch()), make_batch(1))
-    fast(state, make_batch(2))
-    with pytest.raises(pc.errors.SpentStateError, match=r"its memory (was|has)"):
-        _ = state.buffers
 
 
 @pytest.mark.slow

@@ -163,17 +163,6 @@ def test_first_calls_from_several_threads() -> None:
         assert_agree(step(make_state(), make_batch(0, size)), results[size])
 
 
-def test_a_first_example_set_by_the_caller_is_used() -> None:
-    draw = changing(
-        "draw", Event.BATCH_START, lambda s: s.replace(metrics={"u": pc.random.uniform(s.rng("draw"), (8,))})
-    )
-    step, fast = made([draw])
-    state = make_state()
-    fast(state, make_batch())
-    later = state.replace(first_example=torch.tensor(4))
-    assert_agree(step(later, make_batch()), fast(later, make_batch()))
-
-
 def test_losses_that_differ_in_slots_are_different() -> None:
     step, fast = made()
     for weight in (1.0, 100.0):
@@ -212,20 +201,3 @@ def test_a_host_algorithm_in_slices_that_a_second_gradient_runs_again_is_not_tra
         fast(state, make_batch())
     with pytest.warns(UserWarning, match="note, a host"):
         assert_runs_agree(step, compiled(step, fallback=True), make_state(), make_batches(4), tolerance=1e-4)
-
-
-def test_a_step_that_cannot_be_compiled_copies_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(state: State) -> State:
-        return state if float(state.params["0.weight"].detach().sum()) else state.replace(loss=None)
-
-    step = compose(loop_events, [changing("read", Event.AFTER_LOSS, read)])
-    fast = compiled(step, fallback=True)
-    batches = make_batches(4)
-    with pytest.warns(UserWarning, match="read at"):
-        state = fast(make_state(), batches[0])
-    monkeypatch.setattr(
-        "purecompose.transforms.compilation.step._new_buffers", lambda *a, **k: pytest.fail("donated buffers was made")
-    )
-    for batch in batches[1:]:
-        state = fast(state, batch)
-    assert state.timestamp.batch == 4

@@ -1,7 +1,6 @@
 """Messages in compiled steps of several processes: what is sent, in which order, and whether all agree."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,26 +10,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import tree
 from purecompose.core.ranks import Ranks
+from purecompose.testing.worker import in_process_group
 from purecompose.transforms.compilation.messages import GraphForm, described, drop_unread, write_early
-from tests.transforms.compilation import message_scenarios
-from tests.transforms.compilation.message_scenarios import SAME_BITS
-from tests.transforms.processes import run_processes
+from tests.transforms.compilation.message_scenarios import SAME_BITS, results
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return the results of each of several processes."""
-    return _results(tmp_path_factory.mktemp("ranks"), request.param, "eager")
+    return in_process_group(results, request.param, "eager")
 
 
 @pytest.fixture(scope="module")
-def inductor_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def inductor_ranks() -> list[dict[str, Any]]:
     """Return the results of two processes whose steps Inductor has compiled."""
-    return _results(tmp_path_factory.mktemp("ranks"), 2, "inductor")
-
-
-def _results(folder: Path, size: int, backend: str) -> list[dict[str, Any]]:
-    return run_processes(message_scenarios.__name__, folder, size, str(size), backend)
+    return in_process_group(results, 2, "inductor")
 
 
 @pytest.mark.parametrize("name", SAME_BITS)

@@ -30,11 +30,6 @@ def variants_by_segment(*algorithms: Algorithm, donate: bool = True, num: int = 
     return [segments.count(segment) for segment in range(max(segments) + 1)]
 
 
-def test_without_timed_algorithms_there_is_one_segment() -> None:
-    assert num_segments() == 1
-    assert num_segments(noise(), decay(), average()) == 1
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [sam(), ema(), alg.selective_backprop(0.2, 0.9), scaling("s", Event.AFTER_FORWARD, 2, 3)],
@@ -48,11 +43,6 @@ def test_two_methods_that_vary_between_the_same_events_share_a_segment() -> None
     ends = [scaling(name, Event.BATCH_END, 0.9, period) for name, period in (("a", 2), ("b", 3))]
     assert num_segments(*ends) == 1
     assert num_segments(*ends, scaling("c", Event.AFTER_DATALOADER, 2, 2)) == 2
-
-
-def test_host_algorithms_always_cut_the_step() -> None:
-    host = changing("host", Event.BATCH_END, lambda s: s, host=True, when=every(2))
-    assert num_segments(host, scaling("c", Event.AFTER_DATALOADER, 2, 2)) == 1
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -84,7 +74,7 @@ def test_variants_with_selective_backprop_add_up_too() -> None:
     assert variants_by_segment(chosen, ema()) == [2, 2]
 
 
-@pytest.mark.parametrize("microbatches, donate", [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize("microbatches, donate", [pytest.param(1, False, marks=pytest.mark.slow), (2, True)])
 def test_a_second_gradient_crosses_the_boundary(microbatches: int, donate: bool) -> None:
     methods = [
         scaling("in", Event.BEFORE_FORWARD, 1.5, 2),
@@ -94,24 +84,6 @@ def test_a_second_gradient_crosses_the_boundary(microbatches: int, donate: bool)
     step = compose(loop_events, [noise(), *methods], microbatches=microbatches)
     assert Segments(step).num == 3
     assert_runs_agree(step, compiled(step, donate=donate), make_state(), make_batches(7))
-
-
-def test_parts_are_the_whole_program_cut_in_order() -> None:
-    step = compose(loop_events, [sam(), ema(), changing("host", Event.BATCH_START, lambda s: s, host=True)])
-    segments = Segments(step)
-    for bits in range(4):
-        lowered = step.lowered(bits)
-        stretches = segments.stretches(lowered, bits)
-        assert [one for stretch in stretches for one in stretch.lowered] == list(lowered)
-        assert [stretch.segment for stretch in stretches] == sorted(stretch.segment for stretch in stretches)
-        assert [stretch.number for stretch in stretches] == list(range(len(stretches)))
-        hosts = [stretch for stretch in stretches if stretch.kind == "host"]
-        assert len(hosts) == 1 and len(hosts[0].lowered) == 1
-
-
-def test_an_empty_program_has_one_segment() -> None:
-    assert Segments(compose(())).num == 1
-    assert Segments(compose(())).stretches((), 0) == []
 
 
 def test_each_update_may_be_a_segment_of_its_own() -> None:

@@ -71,23 +71,9 @@ def test_warmup_neither_spends_nor_changes_a_leased_state() -> None:
     assert not list(tree.differences(kept, state, tolerance=1e-5))
 
 
-def test_warmup_does_not_move_generators() -> None:
-    _, fast = made([noise()])
-    state, batch = make_state(duration="4ba"), make_batch()
-    before = torch.get_rng_state()
-    fast.warmup(state, batch)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_warmup_without_a_duration_is_of_one_epoch() -> None:
     _, fast = made()
     assert len(fast.warmup(make_state(duration=None, batches_per_epoch=3), make_batch())) == 1
-
-
-def test_warmup_of_a_finished_run_builds_nothing() -> None:
-    step, fast = made()
-    state = step(make_state(duration="1ba"), make_batch())
-    assert len(fast.warmup(state, make_batch())) == 0
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -115,11 +101,6 @@ def test_a_run_whose_length_is_not_known_is_not_built_ahead() -> None:
             fast.warmup(make_state(duration=duration), make_batch())
     with pytest.raises(ValueError, match="the batch has no tokens, so a run of 8tok never ends"):
         fast.warmup(make_state(duration="8tok"), make_batch())
-
-
-def test_short_batches_are_not_built_ahead() -> None:
-    _, fast = made(eager_below=8)
-    assert len(fast.warmup(make_state(duration="2ba"), make_batch(size=7))) == 0
 
 
 # The table
@@ -209,12 +190,6 @@ def test_sizes_that_could_not_be_left_open_have_a_reason() -> None:
     state = fast(make_state(), make_batch(size=8))
     with pytest.raises(VariantLimitError, match="not be left open, because of TypeError: an operation takes"):
         fast(state, make_batch(size=3))
-
-
-def test_the_refused_schedule_counts_towards_the_limit() -> None:
-    _, fast = made([scaling("late", Event.BATCH_END, 0.9, 2)], max_variants=1)
-    with pytest.raises(VariantLimitError, match="late is in 1 of 2"):
-        run(fast, make_state(), make_batches(3))
 
 
 def test_too_many_variants_by_names_in_a_batch_blame_the_batch() -> None:
