@@ -1,35 +1,26 @@
 """EMA: an exponential moving average of the weights, for evaluation and export; training is not affected."""
 
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from purecompose._support.device import as_scalar
-from purecompose.algorithms._parts.averages import Every, Intervals, Measure, Point, between, counters, measure
+from purecompose.algorithms._parts.averages import Period, Point, between, checked_period
 from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.base import match_or_raise
+from purecompose.schedule import Schedule
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import Averages, with_weights
-from purecompose.time import Time, TimeLike, TimeUnit
+from purecompose.time import Time, TimeLike, Timestamp, TimeUnit, predicates
 from purecompose.time.event import Event
-from purecompose.time.predicates import on
-from purecompose.time.timestamp import checked_interval
+from purecompose.time.predicates import after, on
 from purecompose.time.units import named_time
-
-
-class EmaState(NamedTuple):
-    """Slot of `ema`."""
-
-    averages: Averages
-    at: Tensor
-    """Time of the last update: batches, epochs, examples and tokens, float64 of shape (4,); 0 with `smoothing`."""
-    turn: Tensor
-    """Time at which the last interval ended, like `at`; 0 with an interval in batches, epochs or a share of the run."""
 
 
 @checked
@@ -64,7 +55,7 @@ def ema(
     *,
     smoothing: Annotated[float | None, Within(0, 1)] = None,
     start: Point = 0.0,
-    every: Every = None,
+    every: Period = "1ba",
     buffers: Patterns = STATISTICS,
     where: Where = None,
     name: str = "ema",
@@ -73,7 +64,7 @@ def ema(
 
         E <- s E + (1 - s) W,   s = 2^(-u / h)
 
-    with W the weights after a step, u the time since the last update and h the half-life, in the same unit; or with a
+    with W the weights after a step, u the interval between updates and h the half-life, in the same unit; or with a
     given number s. The first update sets E = W. The trainable parameters and the running statistics of normalization
     layers are averaged. Parameters that are frozen at INIT, even if they are thawed later, and all other buffers are
     those of the live network: the mean of the vectors of a spectral norm's power iteration, of a queue or of a
@@ -87,13 +78,12 @@ def ema(
     replace the weights in a temporary state. Reads parameters and buffers.
 
     Args:
-        half_life: The time after which the contribution of a weight is halved, positive, in any unit except seconds:
-            "2ep", "0.01dur", "1e6sp"; by default "1000ba" unless `smoothing` is given.
+        half_life: The time after which the contribution of a weight is halved, in batches, epochs or as a share of the
+            run: "100ba", "2ep", "0.01dur"; by default "1000ba" unless `smoothing` is given.
         smoothing: The factor s in [0, 1] for each update, instead of a half-life.
         start: The time at which averaging begins, a share of the run or a time.
-        every: The interval between updates, counted from the beginning of the run, in any unit except seconds; by
-            default every batch. It should be much smaller than the half-life. Intervals in samples or tokens
-            are evaluated inside the step, which costs an update in every batch.
+        every: The interval between updates, counted from the beginning of the run, in the same units; by default every
+            batch. It should be much smaller than the half-life.
         buffers: Patterns (`fnmatch`) of the names of buffers to average; by default running means and variances.
             `("*",)` averages all floating buffers, `()` none.
         where: Pattern or patterns of the names of parameters and buffers to average, such as "student.*"; by default
@@ -116,9 +106,8 @@ def ema(
         Control and Optimization 30(4), 1992. Antti Tarvainen, Harri Valpola: Mean Teachers Are Better Role Models.
         NeurIPS 2017. https://arxiv.org/abs/1703.01780
     """
-    pace = _pace(half_life, smoothing)
-    start = Time.of(start, TimeUnit.DURATION)
-    averaging = Intervals.of(every, start, starts_anew=False)
+    start, every = Time.of(start, TimeUnit.DURATION), Time.of(every, TimeUnit.BATCH)
+    kept = _kept(half_life, smoothing, every)
 
     def init(state: State) -> State:
         if buffers != STATISTICS:
@@ -128,8 +117,7 @@ def ema(
         for pattern in where or ():
             match_or_raise(pattern, state.context.trainable, f"{name}: where: {pattern!r}", "trainable parameter")
         averages = Averages.empty(state, tuple(buffers), tuple(where or ("*",)))
-        never = torch.zeros(4, dtype=torch.float64, device=state.device)
-        return state.replace(slots={**state.slots, name: EmaState(averages, never, never.clone())})
+        return state.replace(slots={**state.slots, name: averages})
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -137,26 +125,21 @@ def ema(
         if event is not Event.BATCH_END:
             return with_weights(state, name)
         old = state.slots[name]
-        averages, at, turn = old
-        if isinstance(pace, Measure):
-            now = counters(state)
-            # Counters start again at 0 in another run from these weights; the negative difference counts as 0.
-            kept, at = torch.exp2(-pace.between(state, at, now).clamp(min=0)), now
-        else:
-            kept = as_scalar(pace, torch.float64, state.device)
-        kept = torch.where(averages.num > 0, kept, 0.0)
-        params = compute_ema(averages.params, state.params, kept)
-        statistics = compute_ema(averages.buffers, state.buffers, kept)
-        new = EmaState(Averages(params, _with_infinities(statistics, state.buffers), averages.num + 1), at, turn)
-        return state.replace(slots={**state.slots, name: averaging.if_due(state, new, old)})
+        share = torch.where(old.num > 0, as_scalar(state.scalar(kept), torch.float64, state.device), 0.0)
+        params = compute_ema(old.params, state.params, share)
+        statistics = compute_ema(old.buffers, state.buffers, share)
+        new = Averages(params, _with_infinities(statistics, state.buffers), old.num + 1)
+        return state.replace(slots={**state.slots, name: new})
 
-    setting = "half_life" if isinstance(pace, Measure) else "smoothing"
-    config = {setting: pace, "start": str(start), "every": averaging.setting}
+    updates = on(Event.BATCH_END) & predicates.every(every)
+    # A start at the beginning is left out: as a share of the run it would require the run's length.
+    updates = updates & after(start) if start else updates
+    config = {"half_life" if smoothing is None else "smoothing": kept, "start": str(start), "every": str(every)}
     config |= {} if buffers == STATISTICS else {"buffers": buffers}
     config |= {} if where is None else {"where": where}
     return Algorithm(
         name,
-        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & averaging.match,
+        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | updates,
         apply,
         traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
@@ -164,15 +147,32 @@ def ema(
     )
 
 
-def _pace(half_life: TimeLike | None, smoothing: float | None) -> Measure | float:
-    """Return what decides the share that an update keeps: the measure of a half-life, or the share itself."""
+def _kept(half_life: TimeLike | None, smoothing: float | None, every: Time) -> Schedule | float:
+    """Return the share of the averages that an update keeps."""
     if half_life is not None and smoothing is not None:
         raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")
-    if smoothing is None:
-        given, share = "1000ba" if half_life is None else half_life, "a share that each update keeps is smoothing="
-        time = named_time(given, "ema: half_life", TimeUnit.BATCH, share=share)
-        return measure(checked_interval(time, "ema: half_life"))
-    return smoothing
+    if smoothing is not None:
+        return smoothing
+    given, share = "1000ba" if half_life is None else half_life, "a share that each update keeps is smoothing="
+    time = checked_period(named_time(given, "ema: half_life", TimeUnit.BATCH, share=share), "ema: half_life")
+    return Schedule(_Halving(time, every), repr(str(time)))
+
+
+@dataclass(frozen=True)
+class _Halving:
+    """The share that is left after an interval; a function of time, since shares of the run depend on its length."""
+
+    half_life: Time
+    every: Time
+
+    def __call__(self, timestamp: Timestamp) -> float:
+        half_life, every = (timestamp.run.in_batches(time) for time in (self.half_life, self.every))
+        if half_life is None or every is None:
+            raise ValueError(
+                f"ema: half_life={str(self.half_life)!r} and every={str(self.every)!r} cannot be counted in batches in "
+                "this run: give State.create batches_per_epoch (and a duration, for shares of it), or give batches"
+            )
+        return 2 ** (-every / half_life)
 
 
 def _with_infinities(averages: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.averages import Intervals, Period, Point, between, gone
+from purecompose.algorithms._parts.averages import Period, Point, between
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.by_pattern import map_leaves, settings_of, with_setting
 from purecompose.optim.guarded import all_finite
-from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
+from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve
 from purecompose.schedule.declared import Within, checked
 from purecompose.schedule.scalar import factors_of, known_part
 from purecompose.surgery.weights import Averages, statistics_of, with_batch, with_weights
-from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit, predicates
 from purecompose.time.event import Event
 from purecompose.time.predicates import after, first_turn, on, through
 
@@ -29,9 +29,6 @@ class SwaState(NamedTuple):
     averages: Averages
     num_batches: Tensor
     """Number of batches in the statistics since `end`, 0-d int64."""
-    turn: Tensor
-    """Time at which the last interval ended: batches, epochs, examples and tokens, float64 of shape (4,); 0 with an
-    interval in batches, epochs or a share of the run."""
 
 
 @checked
@@ -103,9 +100,8 @@ def swa(
         start: The time at which averaging begins, a share of the run or a time.
         end: The time of the last update, later than `start`; the following batches update the statistics. With a share
             of 1 no batches follow, which suits networks without batch statistics.
-        every: The interval between updates, in any unit except seconds. The first update is at the first batch from
-            `start` on, or, with an interval in epochs, at the first that ends an epoch. Intervals in samples or tokens
-            are evaluated inside the step, which costs an update in every batch.
+        every: The interval between updates, in batches, epochs or as a share of the run. The first update is at the
+            first batch from `start` on, or, with an interval in epochs, at the first that ends an epoch.
         swa_lr: The final learning rate, at least 0; by default the learning rate is not changed.
         anneal_strategy: The shape of the change to `swa_lr`, "linear" or "cosine".
         anneal_steps: The number of intervals over which the rate changes, at least 1.
@@ -130,20 +126,17 @@ def swa(
     start, end = Time.of(start, TimeUnit.DURATION), Time.of(end, TimeUnit.DURATION)
     if start.unit is end.unit and end <= start:
         raise ValueError(f"swa: expected end after start, got {start} and {end}")
-    intervals = Intervals.of(every, start, starts_anew=True)
-
+    every = Time.of(every, TimeUnit.BATCH)
     is_whole = end == Time(1.0, TimeUnit.DURATION)
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            if takes_none := _takes_none(state.timestamp.run, start, end, intervals, is_whole=is_whole):
-                warn(f"{name}: {takes_none}")
+            _warn_if_unused(name, state.timestamp.run, start, end, every)
             zero = torch.zeros((), dtype=torch.int64, device=state.device)
-            never = torch.zeros(4, dtype=torch.float64, device=state.device)
-            state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero, never)})
+            state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero)})
             if swa_lr is None:
                 return state
-            annealed = _Annealed(1.0, 1.0, swa_lr, start, anneal_steps * intervals.length, anneal_strategy)
+            annealed = _Annealed(1.0, 1.0, swa_lr, start, anneal_steps * every, anneal_strategy)
             return state.replace(optimizer=_with_rate(state.optimizer, annealed, name))
         if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
@@ -154,11 +147,13 @@ def swa(
         params = add_to_mean(averages.params, state.params, averages.num)
         buffers = {key: state.buffers[key].to(buffer.dtype) for key, buffer in averages.buffers.items()}
         new = old._replace(averages=Averages(params, buffers, averages.num + 1))
-        return state.replace(slots={**state.slots, name: intervals.if_due(state, new, old)})
+        return state.replace(slots={**state.slots, name: new})
 
-    averaging = on(Event.BATCH_END) & intervals.match
+    averaging = on(Event.BATCH_END) & predicates.every(every, since=start or "0ba")
+    # A start at the beginning is left out: as a share of the run it would require the run's length.
+    averaging = averaging & after(start) if start else averaging
     match = averaging if is_whole else averaging & through(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
-    settings: dict[str, Any] = {"start": str(start), "end": str(end), "every": intervals.setting}
+    settings: dict[str, Any] = {"start": str(start), "end": str(end), "every": str(every)}
     if swa_lr is not None:
         settings |= {"swa_lr": swa_lr, "anneal_strategy": anneal_strategy, "anneal_steps": anneal_steps}
     return Algorithm(
@@ -171,22 +166,18 @@ def swa(
     )
 
 
-def _takes_none(run: RunLength, start: Time, end: Time, intervals: Intervals, *, is_whole: bool) -> str | None:
-    """Return a message if the run averages no weights; `None` if it does, or if this is unknown."""
-    interval = intervals.length if intervals.measure is None else Time(1, TimeUnit.BATCH)
-    first, last = first_turn(start, interval, run), run.in_batches(end)
-    if first is None or (last is None and not is_whole):
-        return None
-    total = math.inf if run.total_batches is None else run.total_batches
-    if first <= total and (is_whole or (last is not None and first <= last)):
-        return None
-    facts = [] if last is None or is_whole else [f"end={end} is batch {last:g}"]
-    facts += [] if total == math.inf else [f"the run has {total:g}"]
-    return (
-        f"averages no weights in this run: from start={start} on, the first batch to average with every="
-        f"{intervals.length} is {first}, but {' and '.join(facts)}. Set every to fewer batches, such as '1ba', or "
-        "start and end further apart"
-    )
+def _warn_if_unused(name: str, run: RunLength, start: Time, end: Time, every: Time) -> None:
+    """Warn if it is known that the run averages no weights."""
+    first, last = first_turn(start, every, run), run.in_batches(end)
+    if first is None or last is None:
+        return
+    last = last if run.total_batches is None else min(last, run.total_batches)
+    if first > last:
+        warn(
+            f"{name}: averages no weights in this run: from start={start} on, the first batch to average with "
+            f"every={every} is {first}, but end={end} or the run's end is at batch {last:g}. Set every to fewer "
+            "batches, such as '1ba', or start and end further apart"
+        )
 
 
 def _with_statistics(state: State, name: str) -> State:
@@ -218,7 +209,13 @@ def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
                 f"{name}: swa_lr={annealed.last} replaces the learning rate, which is {rate!r}: leave the hparam out "
                 "of the rate, or leave swa_lr out"
             )
-        return rate if annealed.is_in(rate) else annealed.put_into(rate, name)  # unchanged if INIT runs again
+        schedules = tuple(one for one in factors_of(rate) if isinstance(one, Schedule))
+        earlier = next((one.fn for one in schedules if isinstance(one.fn, _Annealed)), None)
+        if earlier is None:
+            return annealed.put_into(known_part(rate), schedules, name)
+        if dataclasses.replace(earlier, own=annealed.own, goal=annealed.goal) != annealed:
+            raise ValueError(f"{name}: swa_lr={annealed.last}: expected one method that changes the rate, got {rate!r}")
+        return rate  # INIT runs again
 
     def with_new_rate(leaf: Any) -> Any:
         if settings_of(leaf).get("lr") is None:
@@ -241,17 +238,8 @@ class _Annealed:
     length: Time
     strategy: str
 
-    def is_in(self, rate: Scalar) -> bool:
-        """Return whether a rate already contains this change, possibly with another factor before or at the end."""
-        ways = [one.fn for one in factors_of(rate) if isinstance(one, Schedule) and isinstance(one.fn, _Annealed)]
-        return any(
-            self == dataclasses.replace(way, own=self.own, goal=self.goal) or self.is_in(way.own) for way in ways
-        )
-
-    def put_into(self, rate: Scalar, name: str) -> Scalar:
-        """Return the rate with this change: its number, times one schedule."""
-        number = known_part(rate)
-        schedules = tuple(one for one in factors_of(rate) if isinstance(one, Schedule))
+    def put_into(self, number: float, schedules: tuple[Schedule, ...], name: str) -> Scalar:
+        """Return the rate, a number times schedules, with this change: a number, times one schedule."""
         own = Product(schedules) if len(schedules) > 1 else schedules[0] if schedules else 1.0
         if number == 0:
             number, own = self.last, 0.0
@@ -260,23 +248,13 @@ class _Annealed:
 
     def __call__(self, timestamp: Timestamp) -> float:
         own = float(resolve(self.own, hparams={}, scheduled=lambda schedule: schedule(timestamp)))
-        share = min(max(gone(timestamp, self.length) - self._first(timestamp), 0.0), 1.0)
+        start, length = (timestamp.run.in_batches(time) for time in (self.start or "0ba", self.length))
+        if start is None or length is None:
+            raise ValueError(
+                f"swa: start={self.start} and {self.length} of annealing cannot be counted in batches in this run; "
+                "give State.create batches_per_epoch, or write start and every in batches"
+            )
+        share = min(max((timestamp.batch - start) / length, 0.0), 1.0)
         if self.strategy == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
         return (1 - share) * own + share * self.goal
-
-    def scaled(self, ratio: float, *, scale_warmup: bool = False) -> "_Annealed":
-        """Return the same change of scaled schedules; its times are settings of the method, and are not scaled."""
-        return dataclasses.replace(self, own=scaled(self.own, ratio, scale_warmup=scale_warmup))
-
-    def _first(self, timestamp: Timestamp) -> float:
-        """Return the time at which the change begins, as a multiple of `length` from the start of the run."""
-        start, length = (timestamp.run.in_batches(time) for time in (self.start, self.length))
-        if start is not None and length is not None:
-            return start / length
-        if self.start and self.start.unit is not self.length.unit:
-            raise ValueError(
-                f"swa: start={self.start} and {self.length} of annealing have no unit in common in this run; give "
-                "State.create batches_per_epoch, or write start and every in one unit"
-            )
-        return self.start.value / self.length.value

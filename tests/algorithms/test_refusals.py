@@ -11,7 +11,7 @@ from torch import nn
 
 from purecompose import algorithms as alg, optim, random
 from purecompose.algorithms import FACTORIES, functional, images
-from purecompose.algorithms._parts.averages import checked_every
+from purecompose.algorithms._parts.averages import checked_period
 from purecompose.algorithms._parts.checks import checked_field, checked_patterns, checked_where, checked_written_field
 from purecompose.algorithms.images import check_value_range
 from purecompose.algorithms.images.primitives import check_augmentation_set
@@ -33,7 +33,7 @@ def getter(batch: Any) -> Any:
 # Values that the checks of more than one method exclude, with their errors.
 BY_FUNCTION: dict[Any, list[tuple[Any, type[Exception]]]] = {
     named_point: [("soon", ValueError), (-0.1, ValueError), (1.5, ValueError), ("3sec", ValueError), (None, TypeError)],
-    checked_every: [("0ba", ValueError), ("5sec", ValueError), ([], TypeError)],
+    checked_period: [("0ba", ValueError), ("5sec", ValueError), ("9sp", ValueError), ([], TypeError)],
     checked_patterns: [("*.bias", TypeError), ([3], TypeError), (None, TypeError)],
     checked_where: [(3, TypeError), ([None], TypeError)],
     checked_field: [(0.5, TypeError), (True, TypeError)],
@@ -136,7 +136,7 @@ LAYERS: Any = layers
         (lambda: alg.cutout(fill=math.inf), ValueError, "cutout: fill"),
         (lambda: ANY.ema("1ba", smoothing=0.9), ValueError, "a half_life or a smoothing, got half_life='1ba' and"),
         (lambda: ANY.ema("0ba"), ValueError, "half_life=.*: expected a positive time"),
-        (lambda: ANY.ema("10sec"), ValueError, "half_life=.* not in seconds"),
+        (lambda: ANY.ema("10tok"), ValueError, "half_life='10tok': expected batches .ba., epochs"),
         (lambda: ANY.ema(0.99), TypeError, r"^ema: half_life=0.99: .* each update keeps is smoothing=0.99$"),
         (lambda: ANY.ema(every=0.5), TypeError, "^ema: every=0.5: .*a share of the run is '0.5dur'"),
         (lambda: ANY.gated_linear_units("swish"), ValueError, "act_fn: expected one of 'gelu', .* got 'swish'"),

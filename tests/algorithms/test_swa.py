@@ -61,13 +61,6 @@ def test_constant_weights_are_their_own_mean(num):
     assert_same(add_to_mean(weights, weights, num), weights)
 
 
-def test_double_precision_keeps_its_digits():
-    means = {"a": torch.zeros(1, dtype=torch.float64)}
-    for num in range(7):
-        means = add_to_mean(means, {"a": torch.full((1,), float(num), dtype=torch.float64)}, torch.tensor(num))
-    assert means["a"].item() == pytest.approx(3.0, rel=1e-15)
-
-
 # Averaged tensors and times
 
 
@@ -88,9 +81,6 @@ def test_double_precision_keeps_its_digits():
         ("5ba", 0.3, "1ba", []),
         ("5ba", "11ba", "1ep", [8]),
         ("1ep", 1.0, "2ep", [4, 12]),
-        # Eight examples a batch: turns at 32, 52, 72, 92.
-        ("30sp", 1.0, "20sp", [4, 7, 9, 12]),
-        ("2ba", "9ba", "8sp", range(2, 10)),
     ],
 )
 def test_it_is_the_mean_of_the_weights_at_these_batches(start, end, interval, taken):
@@ -134,7 +124,7 @@ def test_before_the_first_update_evaluation_sees_the_training_weights():
 
 
 @pytest.mark.parametrize("duration", ["1ep", "3ep", "40ba", "7ep"])
-@pytest.mark.parametrize("interval", ["1ba", "3ba", "1ep", "0.3dur", "50ba", "100sp"])
+@pytest.mark.parametrize("interval", ["1ba", "3ba", "1ep", "0.3dur", "50ba"])
 @pytest.mark.parametrize(
     ("start", "end"), [(0.7, 0.97), (0.5, 1.0), (0.0, "2ba"), ("20ba", 0.3), ("2ep", "9ba"), (0.97, 1.0), (1.0, "99ba")]
 )
@@ -150,15 +140,6 @@ def test_init_warns_exactly_of_runs_that_take_no_weights(duration, interval, sta
         compose(loop_events, [method]).init(cnn_state(duration=duration))
     told = [str(warning.message) for warning in caught if "averages no weights" in str(warning.message)]
     assert len(told) == (not takes_some)
-
-
-def test_the_warning_gives_the_times_of_batches_and_a_remedy():
-    words = (
-        r"swa: averages no weights in this run: from start=0.7dur on, the first batch to average with every=1ep is "
-        r"12, but end=0.97dur is batch 11.64 and the run has 12. Set"
-    )
-    with pytest.warns(UserWarning, match=words):
-        compose(loop_events, [swa()]).init(cnn_state())
 
 
 @pytest.mark.parametrize("options", [{"duration": None}, {"batches_per_epoch": None}, {"duration": "10sec"}])
@@ -415,17 +396,14 @@ def test_a_rate_that_is_a_torch_classs_default_goes_to_another_too():
     assert rate_at(dict(state.optimizer.groups[0][1])["lr"], half) == pytest.approx(0.11)
 
 
-def test_a_second_init_keeps_the_rate_and_two_methods_nest():
+def test_a_second_init_keeps_the_rate_and_a_second_method_is_refused():
     state = cnn_state(optimizer=optim.sgd(0.1))
     method = swa(0.5, 1.0, "1ba", 0.02)
     once: Any = method.apply(pc.Event.INIT, state)
     twice: Any = method.apply(pc.Event.INIT, once)
     assert twice.optimizer.lr is once.optimizer.lr
-    other: Any = swa(0.0, 1.0, "1ba", 0.2, anneal_steps=1, name="other").apply(pc.Event.INIT, once)
-    assert rate_at(other.optimizer.lr, Timestamp(batch=3, run=RUN)) == pytest.approx(0.2)
-    again: Any = method.apply(pc.Event.INIT, other)
-    assert again.optimizer.lr is other.optimizer.lr
-    assert "lr=0.1 * ((1.0, to a rate of 0.02 by swa), to a rate of 0.2 by other)" in repr(other.optimizer)
+    with pytest.raises(ValueError, match="expected one method that changes the rate, got 0.1 . .1.0, to"):
+        swa(0.0, 1.0, "1ba", 0.2, name="other").apply(pc.Event.INIT, once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,22 +438,7 @@ def test_the_new_rate_prints_as_the_old_one_and_where_it_goes():
     assert repr(begun.optimizer.lr) == f"0.1 * ({schedule.cosine()!r}, to a rate of 0.02 by swa)"
 
 
-def test_schedules_may_be_stretched_before_or_after():
-    optimizer, init = (
-        optim.sgd(0.1 * schedule.linear(t_max="8ba")),
-        compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02)]).init,
-    )
-    before = init(cnn_state(optimizer=schedule.scaled(optimizer, 0.5))).optimizer
-    after = schedule.scaled(init(cnn_state(optimizer=optimizer)).optimizer, 0.5)
-    times = [Timestamp(batch=batch, run=RUN) for batch in range(8)]
-    assert [rate_at(after.lr, time) for time in times] == [rate_at(before.lr, time) for time in times]
-    assert rate_at(after.lr, times[2]) == pytest.approx(0.05)
-
-
 def test_an_annealing_period_that_the_run_cannot_measure_is_an_error():
     step = compose(loop_events, [swa("5sp", "20sp", "1ba", 0.01)])
-    with pytest.raises(ValueError, match="start=5sp and 10ba of annealing have no unit in common"):
+    with pytest.raises(ValueError, match="start=5sp and 10ba of annealing cannot be counted in batches"):
         step(step.init(cnn_state()), BATCHES[0])
-
-
-# Settings

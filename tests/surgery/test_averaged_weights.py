@@ -151,7 +151,7 @@ def test_each_member_of_a_population_has_its_own_averages():
     stacked = pc.stack_states([late, early])
     seen = with_weights(stacked, "ema").params
     for name, both in seen.items():
-        assert torch.equal(both[0], late.slots["ema"].averages.params[name])
+        assert torch.equal(both[0], late.slots["ema"].params[name])
         assert torch.equal(both[1], early.params[name])
 
 
