@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.algorithms._parts.checks import Field, WrittenField
+from purecompose.algorithms._parts.checks import WrittenField
 from purecompose.algorithms._parts.images import SEVERITY, check_written, one_operation_each, warn_of_maps, with_images
 from purecompose.algorithms.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
 from purecompose.algorithms.images.assignment import assigned, can_read
 from purecompose.algorithms.images.primitives import AugmentationSet
-from purecompose.algorithms.images.samples import SampleTransform
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import per_row
@@ -50,7 +49,7 @@ def augmix_batch(
     width: Width = 3,
     alpha: Annotated[float | Tensor, ALPHA] = 1.0,
     augmentation_set: AugmentationSet = "all",
-    value_range: ValueRange = None,
+    value_range: Annotated[ValueRange, check_value_range] = None,
 ) -> Tensor:
     """Blend each image with a mixture of changed ones.
 
@@ -165,40 +164,6 @@ def augmix(
         apply,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )
-
-
-@checked
-def augmix_transform(
-    severity: Annotated[float, SEVERITY] = 3.0,
-    depth: Depth = -1,
-    width: Width = 3,
-    alpha: Annotated[float, ALPHA] = 1.0,
-    augmentation_set: AugmentationSet = "all",
-    *,
-    value_range: Annotated[ValueRange, check_value_range] = None,
-    input_field: Field = None,
-) -> SampleTransform:
-    """Return AugMix as a transform of a data set's samples, for use in the loader's processes.
-
-    Args:
-        severity, depth, width, alpha, augmentation_set: See `augmix`.
-        value_range, input_field: See `randaugment_transform`.
-
-    Returns:
-        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
-
-    Raises:
-        TypeError, ValueError: See `augmix`. When applied to a sample: floats outside the range.
-
-    Example::
-
-        augment = augmix_transform(input_field="image")
-        loader(samples, 64, transform=augment, rng="key")
-    """
-    value_range = value_range or (0.0, 1.0)
-    settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
-    core = partial(augmix_batch, **settings, augmentation_set=augmentation_set, value_range=value_range)
-    return SampleTransform(core, input_field, value_range=value_range)
 
 
 def _chains(

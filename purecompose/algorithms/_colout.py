@@ -11,7 +11,6 @@ from purecompose._support.checks import shown
 from purecompose.algorithms._parts.checks import Field, WrittenField, check_can_write
 from purecompose.algorithms._parts.images import TakesTargets, check_written, map_targets, with_images_and_targets
 from purecompose.algorithms.images.levels import check_image_tensor, whole_part
-from purecompose.algorithms.images.samples import SampleTransform
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
@@ -158,40 +157,6 @@ def colout(
         apply,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )
-
-
-@checked
-def colout_transform(
-    p_row: Share = 0.15,
-    p_col: Share = 0.15,
-    *,
-    resize_target: TakesTargets = "auto",
-    input_field: Field = None,
-    target_field: Field = None,
-) -> SampleTransform:
-    """Return ColOut as a transform of a data set's samples, for use in the loader's processes.
-
-    Rows and columns are drawn for each sample.
-
-    Args:
-        p_row, p_col, resize_target: See `colout_batch`. A PIL image counts as having three dimensions.
-        input_field: Field of the sample with the image: a PIL image, or a tensor (C, H, W). Defaults to the sample
-            itself, or its first member.
-        target_field: Field of the sample with the target; defaults to the second member of a tuple or list, if any.
-
-    Returns:
-        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
-
-    Raises:
-        TypeError, ValueError: See `colout`.
-
-    Example::
-
-        augment = colout_transform(input_field="image", target_field=None)
-        loader(samples, 64, transform=augment, rng="key")
-    """
-    core = partial(colout_batch, p_row=p_row, p_col=p_col, resize_target=resize_target)
-    return SampleTransform(core, input_field, takes_target=resize_target is not False, target_field=target_field)
 
 
 def _shrunk(

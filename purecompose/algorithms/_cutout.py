@@ -10,10 +10,9 @@ from torch import Tensor
 from purecompose import random
 from purecompose._support.checks import check_number, frozen, is_number, shown
 from purecompose._support.device import constants
-from purecompose.algorithms._parts.checks import Field, WrittenField, needed_rng
+from purecompose.algorithms._parts.checks import WrittenField, needed_rng
 from purecompose.algorithms._parts.images import check_written, with_images
 from purecompose.algorithms.images.levels import check_image_tensor, whole_part
-from purecompose.algorithms.images.samples import SampleTransform
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule.declared import Within, checked
@@ -169,38 +168,6 @@ def cutout(
         apply,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )
-
-
-@checked
-def cutout_transform(
-    num_holes: NumHoles = 1,
-    length: Length = 0.5,
-    *,
-    uniform_sampling: bool = False,
-    fill: Fill = 0.0,
-    input_field: Field = None,
-) -> SampleTransform:
-    """Return Cutout as a transform of a data set's samples, for use in the loader's processes.
-
-    Args:
-        num_holes, length, uniform_sampling: See `cutout`.
-        fill: See `cutout`; a PIL image has levels from 0 to 255.
-        input_field: Field of the sample with the image: a PIL image, or a tensor (C, H, W). Defaults to the sample
-            itself, or its first member.
-
-    Returns:
-        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
-
-    Raises:
-        TypeError, ValueError: See `cutout`.
-
-    Example::
-
-        augment = cutout_transform(input_field="image")
-        loader(samples, 64, transform=augment, rng="key")
-    """
-    settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": fill}
-    return SampleTransform(partial(cutout_batch, **settings), input_field)
 
 
 def _drawn(rng: random.Rng, shape: tuple[int, int], half: int, sides: tuple[int, int], is_uniform: bool) -> Tensor:

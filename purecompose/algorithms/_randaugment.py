@@ -6,11 +6,10 @@ from typing import Annotated
 from torch import Tensor
 
 from purecompose import random
-from purecompose.algorithms._parts.checks import Field, WrittenField
+from purecompose.algorithms._parts.checks import WrittenField
 from purecompose.algorithms._parts.images import SEVERITY, check_written, one_operation_each, warn_of_maps, with_images
 from purecompose.algorithms.images import Scale, ValueRange, check_value_range, chosen_primitives, on_levels
 from purecompose.algorithms.images.primitives import AugmentationSet
-from purecompose.algorithms.images.samples import SampleTransform
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.random.keys import as_rng
@@ -28,7 +27,7 @@ def randaugment_batch(
     severity: Annotated[float | Tensor, SEVERITY] = 9.0,
     depth: Annotated[int, Within(0)] = 2,
     augmentation_set: AugmentationSet = "all",
-    value_range: ValueRange = None,
+    value_range: Annotated[ValueRange, check_value_range] = None,
 ) -> Tensor:
     """Change each image by `depth` random operations.
 
@@ -123,39 +122,3 @@ def randaugment(
         apply,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )
-
-
-@checked
-def randaugment_transform(
-    severity: Annotated[float, SEVERITY] = 9.0,
-    depth: Annotated[int, Within(0)] = 2,
-    augmentation_set: AugmentationSet = "all",
-    *,
-    value_range: Annotated[ValueRange, check_value_range] = None,
-    input_field: Field = None,
-) -> SampleTransform:
-    """Return RandAugment as a transform of a data set's samples, for use in the loader's processes.
-
-    Args:
-        severity, depth, augmentation_set: See `randaugment`.
-        value_range: See `randaugment`; defaults to (0, 1) for floats, since one image does not show the range of the
-            data set. Floats outside the range, such as those of normalised images, are rejected: apply the transform
-            before the normalisation, or pass their range.
-        input_field: Field of the sample with the image: a PIL image, or a tensor (C, H, W). Defaults to the sample
-            itself, or its first member.
-
-    Returns:
-        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
-
-    Raises:
-        TypeError, ValueError: See `randaugment`. When applied to a sample: floats outside the range.
-
-    Example::
-
-        augment = randaugment_transform(input_field="image")
-        loader(samples, 64, transform=augment, rng="key")
-    """
-    value_range = value_range or (0.0, 1.0)
-    settings = {"severity": severity, "depth": depth, "augmentation_set": augmentation_set}
-    core = partial(randaugment_batch, **settings, value_range=value_range)
-    return SampleTransform(core, input_field, value_range=value_range)

@@ -25,12 +25,9 @@ targets, and `choose_by_loss(keep=1)` a random order of the whole batch; leave t
     select_using_loss(key, inputs, targets, forward_fn, loss_fn) -> (inputs, targets)
     should_selective_backprop(current_duration, batch_in_epoch) -> bool
 
-Transforms of single samples of a data set, PIL images or tensors; each is a function `(sample, rng=None) -> sample`:
+A transform of single samples of a data set, PIL images or tensors, is a function `(sample, rng=None) -> sample`:
 
-    cutout_transform(num_holes, length) -> transform
-    colout_transform(p_row, p_col) -> transform
-    randaugment_transform(severity, depth) -> transform
-    augmix_transform(severity, depth, width) -> transform
+    sample_transform(core) -> transform
 
 Methods on the model, for a plain `nn.Module`. Each returns a changed copy with separate weights, in the same mode
 (train or eval) as the network, which is not modified. Create the optimizer from the copy:
@@ -99,16 +96,16 @@ The algorithms call these functions, with the key `state.rng(name)` where they d
 """
 
 from purecompose.algorithms._alibi import alibi_rules as alibi_rules, apply_alibi as apply_alibi
-from purecompose.algorithms._augmix import augmix_batch as augmix_batch, augmix_transform as augmix_transform
+from purecompose.algorithms._augmix import augmix_batch as augmix_batch
 from purecompose.algorithms._batch_size_warmup import warmup_batch_size as warmup_batch_size
 from purecompose.algorithms._blurpool import apply_blurpool as apply_blurpool, blurpool_rules as blurpool_rules
 from purecompose.algorithms._channels_last import (
     apply_channels_last as apply_channels_last,
     to_channels_last as to_channels_last,
 )
-from purecompose.algorithms._colout import colout_batch as colout_batch, colout_transform as colout_transform
+from purecompose.algorithms._colout import colout_batch as colout_batch
 from purecompose.algorithms._cutmix import cutmix_batch as cutmix_batch, cutmix_box as cutmix_box
-from purecompose.algorithms._cutout import cutout_batch as cutout_batch, cutout_transform as cutout_transform
+from purecompose.algorithms._cutout import cutout_batch as cutout_batch
 from purecompose.algorithms._ema import compute_ema as compute_ema
 from purecompose.algorithms._factorize import apply_factorize as apply_factorize, factorize_rules as factorize_rules
 from purecompose.algorithms._gated_linear_units import (
@@ -156,10 +153,7 @@ from purecompose.algorithms._progressive_resizing import (
     progressive_scale as progressive_scale,
     resize_batch as resize_batch,
 )
-from purecompose.algorithms._randaugment import (
-    randaugment_batch as randaugment_batch,
-    randaugment_transform as randaugment_transform,
-)
+from purecompose.algorithms._randaugment import randaugment_batch as randaugment_batch
 from purecompose.algorithms._sam import perturb_params as perturb_params
 from purecompose.algorithms._schedule_free import schedule_free_step as schedule_free_step
 from purecompose.algorithms._selective_backprop import (
@@ -186,6 +180,7 @@ from purecompose.algorithms._weight_standardization import (
     weight_standardization_rules as weight_standardization_rules,
     weight_standardization_undo_rules as weight_standardization_undo_rules,
 )
+from purecompose.algorithms.images.samples import sample_transform as sample_transform
 from purecompose.nn.layers.convolutions import (
     blur_2d as blur_2d,
     blurmax_pool2d as blurmax_pool2d,

@@ -14,6 +14,7 @@ from purecompose.algorithms import colout, cutmix, images, randaugment
 from purecompose.algorithms._randaugment import one_operation_each
 from purecompose.algorithms.functional import randaugment_batch
 from purecompose.algorithms.images import PRIMITIVES, SETS, Primitive, Strength
+from tests.algorithms.images.applying import applied
 from tests.algorithms.method_helpers import make_images
 
 
@@ -141,7 +142,8 @@ def test_the_drawn_operation_is_applied_with_the_drawn_strength(seed: int) -> No
         amount = int(shares[image] * 9 * 30 / 10) * (1 if coins[image] else -1)
         bits = 8 - int(shares[image] * 9 * 4 / 10)
         is_turned = (place + first) % 2 == 0
-        expected[image] = images.rotate(batch[image], amount) if is_turned else images.posterize(batch[image], bits)
+        name, number = ("rotate", amount) if is_turned else ("posterize", bits)
+        expected[image] = applied(name, batch[image], number)
     got = randaugment_batch(rng, batch, depth=1, augmentation_set=("rotate", "posterize"))
     assert torch.equal(got, expected)
 

@@ -1,8 +1,7 @@
-"""Image operations on batches of tensors, modelled on Pillow's, and the primitives of augmentation methods.
+"""The primitives of augmentation methods: operations on grey levels modelled on Pillow's, and their amounts.
 
-Each operation is `fn(images, amount) -> images` for uint8 or floating images (N, C, H, W) or (C, H, W), with one amount
-for all images or one for each. Nothing is changed in place; shape and dtype are kept. Operations can be traced, and
-mapped by `vmap`.
+A primitive of your own is a `Primitive` with a function `(levels (N, C, H, W), amounts (N,)) -> levels`, floats from 0
+to 255, for `augmentation_set`. Nothing is changed in place. Operations can be traced, and mapped by `vmap`.
 """
 
 from purecompose.algorithms.images.levels import (
@@ -10,21 +9,6 @@ from purecompose.algorithms.images.levels import (
     ValueRange as ValueRange,
     check_value_range as check_value_range,
     on_levels as on_levels,
-)
-from purecompose.algorithms.images.operations import (
-    autocontrast as autocontrast,
-    brightness as brightness,
-    contrast as contrast,
-    equalize as equalize,
-    posterize as posterize,
-    rotate as rotate,
-    saturation as saturation,
-    sharpness as sharpness,
-    shear_x as shear_x,
-    shear_y as shear_y,
-    solarize as solarize,
-    translate_x as translate_x,
-    translate_y as translate_y,
 )
 from purecompose.algorithms.images.primitives import (
     PRIMITIVES as PRIMITIVES,

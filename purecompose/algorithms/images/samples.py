@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from purecompose import batch as batches, random, tree
 from purecompose._support.checks import shown
 from purecompose.algorithms.images.assignment import can_read
 from purecompose.algorithms.images.levels import ValueRange, check_in_range
+from purecompose.schedule.declared import checks_of
 
 
 _COLOURS = {"L": torch.uint8, "RGB": torch.uint8}
@@ -24,6 +27,56 @@ _MOVABLE = {
     "I": torch.int32,
     "F": torch.float32,
 }
+
+
+def sample_transform(
+    core: Callable[..., Any],
+    *,
+    input_field: batches.Field | None = None,
+    target_field: batches.Field | None = None,
+    **settings: Any,
+) -> SampleTransform:
+    """Return a method's core as a transform of a data set's samples, for use in the loader's processes.
+
+    Images are PIL images or tensors (C, H, W), and stay what they are. `colout_batch` also changes targets that are
+    masks of their images.
+
+    Args:
+        core: `randaugment_batch`, `augmix_batch`, `cutout_batch`, `colout_batch`, or a function of the same form.
+        input_field: Field of the sample with the image; defaults to the sample itself, or the first member of a tuple
+            or list.
+        target_field: Field of the sample with the target; defaults to the second member of a tuple or list, if any.
+        settings: Settings of the core. `value_range` is by default (0, 1), since one image does not show the range of
+            the data set. Floats outside the range, such as those of normalised images, are rejected: apply the
+            transform before the normalisation, or pass their range.
+
+    Returns:
+        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong type or out of range, or a core that mixes examples. When applied
+            to a sample: see `SampleTransform`.
+
+    Example:
+        >>> from purecompose.functional import randaugment_batch
+        >>> augment = sample_transform(randaugment_batch, severity=9, depth=2, input_field="image")
+        >>> sample = {"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": 1}
+        >>> augment(sample, random.key(0))["image"].shape
+        torch.Size([3, 8, 8])
+    """
+    parameters, name = inspect.signature(core).parameters, getattr(core, "__name__", "the core")
+    targets = parameters.get("targets")
+    if targets is not None and targets.default is inspect.Parameter.empty:
+        raise TypeError(f"sample_transform: {name} needs a whole batch; call it in the step or in your own loop")
+    if "value_range" in parameters:
+        settings["value_range"] = settings.get("value_range") or (0.0, 1.0)
+    for key, check in checks_of(core).items():
+        if key in settings:
+            settings[key] = check(settings[key], f"{name}: {key}")
+    inspect.signature(core).bind_partial(None, **settings)
+    takes_target = targets is not None and settings.get("resize_target") is not False
+    value_range = settings.get("value_range")
+    return SampleTransform(partial(core, **settings), input_field, takes_target, target_field, value_range)
 
 
 @dataclass(frozen=True)
@@ -44,11 +97,10 @@ class SampleTransform:
             rejected. By default all values are accepted.
 
     Example:
-        >>> from purecompose.algorithms.images import rotate
-        >>> turn = SampleTransform(lambda key, image: rotate(image, 90.0))
-        >>> turn((torch.tensor([[[1, 2], [3, 4]]], dtype=torch.uint8), "label"), random.key(0))
-        (tensor([[[2, 4],
-                 [1, 3]]], dtype=torch.uint8), 'label')
+        >>> flip = SampleTransform(lambda key, image: image.flip(-1))
+        >>> flip((torch.tensor([[[1, 2], [3, 4]]], dtype=torch.uint8), "label"), random.key(0))
+        (tensor([[[2, 1],
+                 [4, 3]]], dtype=torch.uint8), 'label')
     """
 
     core: Callable[..., Any]
@@ -84,7 +136,7 @@ class SampleTransform:
         image = batches.get(sample, field)
         opened = as_tensor(image, is_moved=self.takes_target)
         if opened.is_floating_point() and can_read(opened):
-            check_in_range(opened, self.value_range, self._name().replace("_batch", "_transform"))
+            check_in_range(opened, self.value_range, f"sample_transform: {self._name()}")
         target = None if not self.takes_target or target_field is None else batches.get(sample, target_field)
         if target is None:
             return batches.put(sample, field, like_before(self.core(self._key(rng), opened), image))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from purecompose.algorithms import images
+from tests.algorithms.images.applying import applied
 
 
 SIZES = [(32, 32), (17, 30), (3, 5), (64, 48)]
@@ -21,26 +21,26 @@ def affine(a: float, b: float, c: float, d: float, e: float, f: float) -> Callab
     )
 
 
-CASES: list[tuple[Callable[..., Tensor], Any, Callable[[Image.Image], Image.Image]]] = [
-    (images.autocontrast, None, ImageOps.autocontrast),
-    (images.equalize, None, ImageOps.equalize),
-    *[(images.posterize, bits, lambda image, bits=bits: ImageOps.posterize(image, bits)) for bits in (1, 4, 7, 8)],
-    *[(images.solarize, at, lambda image, at=at: ImageOps.solarize(image, at)) for at in (0, 1, 100, 255, 256)],
+CASES: list[tuple[str, float, Callable[[Image.Image], Image.Image]]] = [
+    ("autocontrast", 1.0, ImageOps.autocontrast),
+    ("equalize", 1.0, ImageOps.equalize),
+    *[("posterize", bits, lambda image, bits=bits: ImageOps.posterize(image, bits)) for bits in (1, 4, 7, 8)],
+    *[("solarize", at, lambda image, at=at: ImageOps.solarize(image, at)) for at in (0, 1, 100, 255, 256)],
     *[
-        (images.rotate, turn, lambda image, turn=turn: image.rotate(turn, resample=Image.Resampling.BILINEAR))
+        ("rotate", turn, lambda image, turn=turn: image.rotate(turn, resample=Image.Resampling.BILINEAR))
         for turn in (1, -7, 30, 45, 133.5)
     ],
-    *[(images.shear_x, slope, affine(1, slope, 0, 0, 1, 0)) for slope in (0.1, -0.3)],
-    *[(images.shear_y, slope, affine(1, 0, 0, slope, 1, 0)) for slope in (0.25, -0.05)],
-    *[(images.translate_x, shift, affine(1, 0, shift, 0, 1, 0)) for shift in (1, -2, 10, -100)],
-    *[(images.translate_y, shift, affine(1, 0, 0, 0, 1, shift)) for shift in (2, -1)],
+    *[("shear_x", slope, affine(1, slope, 0, 0, 1, 0)) for slope in (0.1, -0.3)],
+    *[("shear_y", slope, affine(1, 0, 0, slope, 1, 0)) for slope in (0.25, -0.05)],
+    *[("translate_x", shift, affine(1, 0, shift, 0, 1, 0)) for shift in (1, -2, 10, -100)],
+    *[("translate_y", shift, affine(1, 0, 0, 0, 1, shift)) for shift in (2, -1)],
     *[
         (ours, factor, lambda image, theirs=theirs, factor=factor: theirs(image).enhance(factor))
         for ours, theirs in (
-            (images.saturation, ImageEnhance.Color),
-            (images.contrast, ImageEnhance.Contrast),
-            (images.brightness, ImageEnhance.Brightness),
-            (images.sharpness, ImageEnhance.Sharpness),
+            ("saturation", ImageEnhance.Color),
+            ("contrast", ImageEnhance.Contrast),
+            ("brightness", ImageEnhance.Brightness),
+            ("sharpness", ImageEnhance.Sharpness),
         )
         for factor in (0.0, 0.1, 0.55, 1.0, 1.9, 9.0)
     ],
@@ -69,15 +69,13 @@ def through_pillow(batch: Tensor, theirs: Callable[[Image.Image], Image.Image]) 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("ours", "amount", "theirs"), CASES)
-def test_within_one_level(ours: Any, amount: Any, theirs: Any, size: tuple[int, int], channels: int) -> None:
+def test_within_one_level(ours: str, amount: float, theirs: Any, size: tuple[int, int], channels: int) -> None:
     batch = pictures(*size, channels)
     expected = through_pillow(batch, theirs).int()
-    got = ours(batch) if amount is None else ours(batch, amount)
+    got = applied(ours, batch, amount)
     assert got.dtype == torch.uint8 and got.shape == batch.shape
     assert (got.int() - expected).abs().max() <= 1
     # The same images as floats, on another scale.
-    floats = batch / 255
-    scaled = {"value_range": (0.0, 1.0)}
-    loose = ours(floats, **scaled) if amount is None else ours(floats, amount, **scaled)
+    loose = applied(ours, batch / 255, amount, (0.0, 1.0))
     assert loose.dtype == torch.float32
     assert (loose * 255 - expected).abs().max() <= 1.01

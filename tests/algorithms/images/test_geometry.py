@@ -1,6 +1,7 @@
 """The operator that replaces `grid_sample` in compiled steps: values, gradients and rows equal those of torch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose.algorithms.images import rotate
 from purecompose.algorithms.images.geometry import sampled
 from purecompose.random import key, uniform
+from tests.algorithms.images.applying import applied
 
 
 def make_case(*leading: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -61,13 +62,13 @@ def test_a_traced_rotation_uses_the_operator_and_gives_the_same_result() -> None
         graphs.append(graph)
         return graph
 
-    turned = torch.compile(rotate, backend=kept, fullgraph=True)(images, degrees)
-    assert torch.equal(turned, rotate(images, degrees))
+    turned = torch.compile(partial(applied, "rotate"), backend=kept, fullgraph=True)(images, degrees)
+    assert torch.equal(turned, applied("rotate", images, degrees))
     assert torch.ops.purecompose.sampled.default in {node.target for node in graphs[0].graph.nodes}
 
 
 def turned(images: Tensor, degrees: Tensor) -> Tensor:
-    return rotate(images, degrees, value_range=(0.0, 1.0)).square().sum()
+    return applied("rotate", images, degrees, (0.0, 1.0)).square().sum()
 
 
 def mapped_grad(fn: Callable[..., Any]) -> Callable[..., Any]:

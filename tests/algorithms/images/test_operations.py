@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from purecompose.algorithms import images
+from purecompose.algorithms.functional import randaugment_batch
+from purecompose.random import key
+from tests.algorithms.images.applying import applied
 
 
 # For each operation, the amount that changes nothing (None if it has no amount), and some other amounts.
@@ -31,8 +33,7 @@ WITH_AMOUNT = [name for name, (neutral, _) in AMOUNTS.items() if neutral is not 
 
 
 def call(name: str, batch: Tensor, amount: Any, **options: Any) -> Tensor:
-    operation = getattr(images, name)
-    return operation(batch, **options) if AMOUNTS[name][0] is None else operation(batch, amount, **options)
+    return applied(name, batch, 1.0 if AMOUNTS[name][0] is None else amount, **options)
 
 
 def make_images(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -130,19 +131,19 @@ def test_translations_move_pixels_as_they_are(name: str, pixels: int, seed: int)
 @given(st.integers(0, 99))
 def test_a_turn_by_right_angles_moves_pixels(seed: int) -> None:
     batch = make_images(seed, (2, 3, 6, 6))
-    assert torch.equal(images.rotate(batch, 90), batch.rot90(1, (2, 3)))
-    assert torch.equal(images.rotate(batch, 180), batch.rot90(2, (2, 3)))
+    assert torch.equal(applied("rotate", batch, 90), batch.rot90(1, (2, 3)))
+    assert torch.equal(applied("rotate", batch, 180), batch.rot90(2, (2, 3)))
 
 
 @given(shapes, st.integers(0, 99))
 def test_equalize_and_autocontrast_use_the_whole_scale(shape: tuple[int, ...], seed: int) -> None:
     batch = make_images(seed, shape) // 2 + 20
-    stretched = images.autocontrast(batch).flatten(2)
+    stretched = applied("autocontrast", batch).flatten(2)
     is_flat = batch.flatten(2).amin(2) == batch.flatten(2).amax(2)
     assert ((stretched.amin(2) == 0) | is_flat).all() and ((stretched.amax(2) == 255) | is_flat).all()
     # Order is kept by both.
     order = batch.flatten(2).argsort(2)
-    for changed in (stretched, images.equalize(batch).flatten(2)):
+    for changed in (stretched, applied("equalize", batch).flatten(2)):
         assert (changed.gather(2, order).int().diff(dim=2) >= 0).all()
 
 
@@ -163,9 +164,10 @@ def test_by_default_a_channels_extremes_are_black_and_white() -> None:
     pixels = make_images(0, (8, 3, 5, 5), torch.float32)
     mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.3, 0.1]).view(3, 1, 1)
     pixels[0, :, 0, 0], pixels[0, :, 0, 1] = 0, 1
-    normalised = images.brightness((pixels - mean) / std, 0.5)
-    torch.testing.assert_close(normalised * std + mean, images.brightness(pixels, 0.5), atol=1e-5, rtol=0)
-    given = images.brightness(
+    normalised = applied("brightness", (pixels - mean) / std, 0.5)
+    torch.testing.assert_close(normalised * std + mean, applied("brightness", pixels, 0.5), atol=1e-5, rtol=0)
+    given = applied(
+        "brightness",
         (pixels - mean) / std,
         0.5,
         value_range=(tuple((-mean / std).flatten().tolist()), tuple(((1 - mean) / std).flatten().tolist())),
@@ -175,34 +177,23 @@ def test_by_default_a_channels_extremes_are_black_and_white() -> None:
 
 def test_gradients_flow_through_smooth_operations() -> None:
     batch = make_images(0, (2, 3, 6, 6), torch.float64).requires_grad_()
-    images.rotate(batch, 10.0, value_range=(0.0, 1.0)).sum().backward()
+    applied("rotate", batch, 10.0, value_range=(0.0, 1.0)).sum().backward()
     assert batch.grad is not None and batch.grad.abs().sum() > 0
 
 
-wrongly: Any = images
-
-
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("images", "settings", "error", "message"),
     [
-        (lambda: wrongly.rotate([1], 3), TypeError, "rotate: images: expected a tensor"),
-        (lambda: wrongly.rotate(torch.zeros(1, 1, 2, 2, dtype=torch.int64), 3), TypeError, r"images.to\(torch.uint8\)"),
-        (lambda: wrongly.rotate(torch.zeros(2, 2), 3), ValueError, r"or \(C, H, W\), got shape \(2, 2\)"),
-        (lambda: wrongly.rotate(torch.zeros(1, 2, 2), "3"), TypeError, "rotate: degrees"),
-        (lambda: wrongly.posterize(torch.zeros(1, 2, 2), 9), ValueError, "posterize: bits"),
-        (lambda: wrongly.solarize(torch.zeros(1, 2, 2), -1), ValueError, "solarize: threshold"),
-        (lambda: wrongly.contrast(torch.zeros(1, 2, 2), -1), ValueError, "contrast: factor"),
-        (lambda: wrongly.rotate(torch.zeros(2, 1, 2, 2), torch.ones(3)), ValueError, "one for each of 2 images"),
-        (lambda: wrongly.equalize(torch.zeros(1, 2, 2), value_range=(1, 0)), ValueError, "black below white"),
-        (lambda: wrongly.equalize(torch.zeros(1, 2, 2), value_range=1), TypeError, r"\(black, white\)"),
-        (lambda: wrongly.equalize(torch.zeros(1, 2, 2), value_range=("0", 1)), TypeError, "expected numbers"),
-        (lambda: wrongly.equalize(torch.zeros(2, 2, 2), value_range=((0, 0, 0), 1)), ValueError, "each of 2 channels"),
+        ([1], {}, TypeError, "randaugment_batch: images: expected a tensor"),
+        (torch.zeros(1, 1, 2, 2, dtype=torch.int64), {}, TypeError, r"images.to\(torch.uint8\)"),
+        (torch.zeros(2, 2), {}, ValueError, r"or \(C, H, W\), got shape \(2, 2\)"),
+        (torch.zeros(2, 2, 2), {"value_range": ((0, 0, 0), 1)}, ValueError, "each of 2 channels"),
     ],
 )
-def test_bad_input_is_named(make: Any, error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(images: Any, settings: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        make()
+        randaugment_batch(key(0), images, **settings)
 
 
 def test_an_empty_batch_of_images_is_returned_empty() -> None:
-    assert images.equalize(torch.zeros(0, 3, 4, 4)).shape == (0, 3, 4, 4)
+    assert applied("equalize", torch.zeros(0, 3, 4, 4)).shape == (0, 3, 4, 4)

@@ -14,30 +14,30 @@ from torch import Tensor
 from purecompose import data, random, tree
 from purecompose.algorithms.functional import (
     augmix_batch,
-    augmix_transform,
     colout_batch,
-    colout_transform,
     cutout_batch,
-    cutout_transform,
+    mixup_batch,
     randaugment_batch,
-    randaugment_transform,
+    sample_transform,
 )
-from purecompose.algorithms.images import rotate
 from purecompose.algorithms.images.samples import SampleTransform, as_tensor, like_before
 
 
-TRANSFORMS = {
-    "augmix": augmix_transform(3, width=2),
-    "colout": colout_transform(0.2, 0.4),
-    "cutout": cutout_transform(2, 0.5),
-    "randaugment": randaugment_transform(9),
+SETTINGS: dict[str, dict[str, Any]] = {
+    "augmix": {"width": 2},
+    "colout": {"p_row": 0.2, "p_col": 0.4},
+    "cutout": {"num_holes": 2},
+    "randaugment": {},
 }
-CORES: dict[str, Any] = {
-    "augmix": partial(augmix_batch, width=2),
-    "colout": partial(colout_batch, p_row=0.2, p_col=0.4),
-    "cutout": partial(cutout_batch, num_holes=2),
+BATCHES: dict[str, Any] = {
+    "augmix": augmix_batch,
+    "colout": colout_batch,
+    "cutout": cutout_batch,
     "randaugment": randaugment_batch,
 }
+CORES = {name: partial(core, **SETTINGS[name]) for name, core in BATCHES.items()}
+TRANSFORMS = {name: sample_transform(core, **SETTINGS[name]) for name, core in BATCHES.items()}
+colout_transform = partial(sample_transform, colout_batch)
 KEY = random.key(5)
 Pair = namedtuple("Pair", ["image", "label"])
 
@@ -136,12 +136,7 @@ def test_the_image_is_found_in_a_sample_and_the_rest_is_unchanged(name):
         changed = transform(sample, KEY)
         assert type(changed) is type(sample) and sample[0] is image
         assert torch.equal(changed[0], expected) and list(changed[1:]) == list(sample[1:])
-    make = {
-        "augmix": partial(augmix_transform, 3, width=2),
-        "colout": partial(colout_transform, 0.2, 0.4),
-        "cutout": partial(cutout_transform, 2, 0.5),
-        "randaugment": randaugment_transform,
-    }[name]
+    make = partial(sample_transform, BATCHES[name], **SETTINGS[name])
     sample = {"image": image, "label": label}
     changed = make(input_field="image")(sample, KEY)
     assert torch.equal(changed["image"], expected) and changed["label"] is label and sample["image"] is image
@@ -156,7 +151,7 @@ def test_masks_lose_the_rows_and_columns_of_their_image(seed, height, width, mod
     if mode == "P":
         mask.putpalette([7 * place % 256 for place in range(768)])
     image, key = numbers.expand(3, -1, -1).float(), random.key(seed)
-    changed, smaller = colout_transform(0.3, 0.5)((image, mask), key)
+    changed, smaller = colout_transform(p_row=0.3, p_col=0.5)((image, mask), key)
     assert isinstance(smaller, Image.Image) and smaller.mode == mode
     assert (smaller.height, smaller.width) == changed.shape[1:]
     assert pixels_of(smaller) == changed[0].to(dtype).flatten().tolist()
@@ -167,7 +162,7 @@ def test_masks_lose_the_rows_and_columns_of_their_image(seed, height, width, mod
 def test_masks_of_any_kind_are_transformed_and_other_targets_are_not():
     image, mask, small = make_pil("RGB"), make_pil("L", seed=1), make_pil("L", 5, 5)
     sample = {"image": image, "masks": [mask, make_pixels(1), small, "name", 3]}
-    transform = colout_transform(0.2, 0.4, input_field="image", target_field="masks")
+    transform = colout_transform(p_row=0.2, p_col=0.4, input_field="image", target_field="masks")
     changed = transform(sample, KEY)
     assert changed["image"].size == changed["masks"][0].size == (9, 16)
     core: tuple[Tensor, Tensor] = colout_batch(KEY, as_tensor(image), as_tensor(mask), p_row=0.2, p_col=0.4)
@@ -180,8 +175,8 @@ def test_masks_of_any_kind_are_transformed_and_other_targets_are_not():
         assert colout_transform()((image, target), KEY)[1] is target
     assert colout_transform(resize_target=False)((image, mask), KEY)[1] is mask
     plain = make_pixels(1)[0]
-    assert colout_transform(0.2, 0.4)((make_pixels(), plain), KEY)[1] is plain
-    insisted = colout_transform(0.2, 0.4, resize_target=True)
+    assert colout_transform(p_row=0.2, p_col=0.4)((make_pixels(), plain), KEY)[1] is plain
+    insisted = colout_transform(p_row=0.2, p_col=0.4, resize_target=True)
     assert insisted((make_pixels(), plain), KEY)[1].shape == (16, 9)
     with pytest.raises(ValueError, match="there are no targets"):
         insisted(image, KEY)
@@ -237,7 +232,11 @@ class Opened:
 
 @pytest.mark.parametrize("rng", ["key", "torch", None])
 def test_workers_give_the_same_bits(rng):
-    for transform in (colout_transform(0.2, 0.4), cutout_transform(), randaugment_transform(9, 1)):
+    for transform in (
+        colout_transform(p_row=0.2, p_col=0.4),
+        sample_transform(cutout_batch),
+        sample_transform(randaugment_batch, depth=1),
+    ):
         epochs = []
         for workers, batch_size in ((0, 4), (2, 3)):
             loader = data.loader(Pictures(), batch_size, workers=workers, transform=Opened(transform), rng=rng)
@@ -257,7 +256,7 @@ def test_samples_and_epochs_have_different_draws():
         def __getitem__(self, index: int) -> Tensor:
             return torch.arange(400).view(1, 20, 20)
 
-    for transform in (colout_transform(), cutout_transform()):
+    for transform in (colout_transform(), sample_transform(cutout_batch)):
         loader = data.loader(Same(), 4, transform=transform, rng="key")
         seen = [image for epoch in range(3) for batch in loader.epoch(KEY, epoch) for image in batch]
         assert len({tuple(image.flatten().tolist()) for image in seen}) == 12
@@ -272,15 +271,21 @@ def test_transforms_pickle_and_are_the_factories_settings(name):
 # Errors
 
 
-def test_bad_keys_are_refused_when_made():
+def test_bad_settings_are_refused_when_made():
     bad: list[dict[str, Any]] = [{"input_field": 1.5}, {"target_field": True}]
     for keys in bad:
         with pytest.raises(TypeError, match=f"{next(iter(keys))}="):
             colout_transform(**keys)
+    with pytest.raises(ValueError, match="colout_batch: p_row: expected a finite number in"):
+        colout_transform(p_row=2.0)
+    with pytest.raises(TypeError, match="p_rows"):
+        colout_transform(p_rows=0.5)
+    with pytest.raises(TypeError, match="mixup_batch needs a whole batch"):
+        sample_transform(mixup_batch)
 
 
 def test_arguments_other_than_images_and_sources_are_refused():
-    transform = SampleTransform(lambda key, image: rotate(image, 90.0))
+    transform = SampleTransform(lambda key, image: image.flip(-1))
     for sample in (3, "image.png", (None, 1), {"image": make_pil()}):
         with pytest.raises(TypeError, match="expected an image, from PIL or as a tensor"):
             transform(sample, KEY)
@@ -294,15 +299,16 @@ def test_arguments_other_than_images_and_sources_are_refused():
     with pytest.raises(TypeError, match=r"expected a key, a torch.Generator or None, got 3 \(int\)"):
         transform(make_pil(), 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(KeyError, match="has no member 'picture'"):
-        cutout_transform(input_field="picture")({"image": make_pil()}, KEY)
+        sample_transform(cutout_batch, input_field="picture")({"image": make_pil()}, KEY)
 
 
-@pytest.mark.parametrize("make", [augmix_transform, randaugment_transform])
-def test_floats_out_of_range_are_refused_and_not_cut_off(make):
+@pytest.mark.parametrize("core", [augmix_batch, randaugment_batch])
+def test_floats_out_of_range_are_refused_and_not_cut_off(core):
+    make = partial(sample_transform, core)
     image = make_pixels() / 255
     normalised = (image - 0.5) / 0.25
     with pytest.raises(
-        ValueError, match=rf"{make.__name__}: .*got values from -2 to .*; apply it before Normalize, or"
+        ValueError, match=rf"{core.__name__}: .*got values from -2 to .*; apply it before Normalize, or"
     ):
         make()(normalised, KEY)
     with pytest.raises(ValueError, match="value_range="):
@@ -320,14 +326,14 @@ def test_floats_out_of_range_are_refused_and_not_cut_off(make):
     assert make()(with_nan, KEY).shape == image.shape
     assert make()(torch.zeros(3, 0, 4), KEY).shape == (3, 0, 4)
     # Pixels are moved or covered whatever their values are.
-    for transform in (colout_transform(), cutout_transform()):
+    for transform in (colout_transform(), sample_transform(cutout_batch)):
         transform(normalised, KEY)
 
 
 def test_two_methods_draw_different_numbers_from_one_source():
     share_of_equal = 0
-    one = randaugment_transform(depth=1, augmentation_set=("brightness",))
-    two = augmix_transform(depth=1, width=1, augmentation_set=("brightness",))
+    one = sample_transform(randaugment_batch, depth=1, augmentation_set=("brightness",))
+    two = sample_transform(augmix_batch, depth=1, width=1, augmentation_set=("brightness",))
     for example in range(20):
         rng = random.Rng(random.key(0)).per_example(example)
         share_of_equal += int(torch.equal(one._key(rng), two._key(rng)))  # pyright: ignore[reportArgumentType]
