@@ -31,7 +31,6 @@ def colout_batch(
     *,
     p_row: Share = 0.15,
     p_col: Share = 0.15,
-    per_example: bool = False,
     resize_target: TakesTargets = "auto",
 ) -> Tensor: ...
 @overload
@@ -42,7 +41,6 @@ def colout_batch(
     *,
     p_row: Share = 0.15,
     p_col: Share = 0.15,
-    per_example: bool = False,
     resize_target: TakesTargets = "auto",
 ) -> tuple[Tensor, Any]: ...
 @checked
@@ -53,19 +51,16 @@ def colout_batch(
     *,
     p_row: Share = 0.15,
     p_col: Share = 0.15,
-    per_example: bool = False,
     resize_target: TakesTargets = "auto",
 ) -> Any:
     """Drop random rows and columns of images.
 
     Args:
         key: A random key.
-        inputs: (N, C, H, W), or one image (C, H, W), of any dtype (with `per_example`, not uint16, uint32 or uint64).
+        inputs: (N, C, H, W), or one image (C, H, W), of any dtype.
         targets: A tensor, a `Mixture`, whose terms are treated alike, or a tree of tensors.
         p_row: The share of rows to drop, in [0, 1]; at least one row is kept.
         p_col: The share of columns to drop, as for rows.
-        per_example: Choose rows and columns separately for each image instead of once for the batch. Resized targets
-            must then have N rows.
         resize_target: Drop the same rows and columns of the targets (their last two dimensions). "auto" does so for
             targets with more than two dimensions, the last two of the images' size. The mask (H, W) of a single image
             needs `True`.
@@ -87,9 +82,7 @@ def colout_batch(
     """
     if targets is None and resize_target is True:
         raise ValueError("colout_batch: resize_target=True, but there are no targets; pass them, or leave it out")
-    shrunk, resized = _shrunk(
-        key, inputs, targets, p_row=p_row, p_col=p_col, per_example=per_example, resize_target=resize_target
-    )
+    shrunk, resized = _shrunk(key, inputs, targets, p_row=p_row, p_col=p_col, resize_target=resize_target)
     return shrunk if targets is None else (shrunk, resized)
 
 
@@ -98,7 +91,6 @@ def colout(
     p_row: Share = 0.15,
     p_col: Share = 0.15,
     *,
-    per_example: bool = False,
     resize_target: TakesTargets = "auto",
     name: str = "colout",
     input_field: WrittenField = None,
@@ -123,7 +115,6 @@ def colout(
         p_row: The share of rows to drop, in [0, 1]; at least one row is kept. If both shares are 0, the algorithm never
             matches.
         p_col: The share of columns to drop, as for rows.
-        per_example: Choose rows and columns separately for each image instead of once for the batch.
         resize_target: Drop the same rows and columns of the target. "auto" does so if it has more than two dimensions
             and the last two have the images' size. With `False` the target is not read.
         name: Name of the algorithm and of its draws.
@@ -137,13 +128,13 @@ def colout(
 
     Example:
         >>> colout(0.15, 0.15)
-        colout(p_row=0.15, p_col=0.15, per_example=False, resize_target='auto')
+        colout(p_row=0.15, p_col=0.15, resize_target='auto')
         >>> colout(0, 0).match
         never
     """
     if resize_target is True and target_field is not None:
         check_can_write(target_field, "colout: target_field")
-    shrunk = partial(_shrunk, p_row=p_row, p_col=p_col, per_example=per_example, resize_target=resize_target)
+    shrunk = partial(_shrunk, p_row=p_row, p_col=p_col, resize_target=resize_target)
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -160,27 +151,24 @@ def colout(
 
 
 def _shrunk(
-    key: Tensor | random.Rng,
-    inputs: Tensor,
-    targets: Any,
-    *,
-    p_row: float,
-    p_col: float,
-    per_example: bool,
-    resize_target: TakesTargets,
+    key: Tensor | random.Rng, inputs: Tensor, targets: Any, *, p_row: float, p_col: float, resize_target: TakesTargets
 ) -> tuple[Tensor, Any]:
     """Do what `colout_batch` does, and always return targets."""
     check_image_tensor(inputs, "colout_batch: inputs")
     rng, shape = as_rng(key, "colout_batch"), inputs.shape
-    num_sets = shape[0] if per_example and inputs.ndim == 4 else None
-    rows = _kept(rng.named("rows"), num_sets, shape[-2], p_row, inputs.device)
-    columns = _kept(rng.named("columns"), num_sets, shape[-1], p_col, inputs.device)
+    rows = _kept(rng.named("rows"), shape[-2], p_row, inputs.device)
+    columns = _kept(rng.named("columns"), shape[-1], p_col, inputs.device)
 
     def shrunk(images: Tensor) -> Tensor:
-        return _selected(_selected(images, rows, -2), columns, -1)
+        images = images if rows is None else images.index_select(-2, rows)
+        return images if columns is None else images.index_select(-1, columns)
 
     def resized(target: Tensor) -> Tensor:
-        _check_size(target, shape, num_sets)
+        if target.ndim < 2 or target.shape[-2:] != shape[-2:]:
+            raise ValueError(
+                "colout: expected a target with the height and width of the images, whose shape is "
+                f"{tuple(shape)}, got shape {tuple(target.shape)}; resize_target='auto' leaves such targets unchanged"
+            )
         return shrunk(target)
 
     if resize_target is True and not isinstance(targets, Mixture) and not batches.tensors(targets):
@@ -188,40 +176,11 @@ def _shrunk(
     return shrunk(inputs), map_targets(resized, targets, inputs, resize_target)
 
 
-def _kept(rng: random.Rng, num_sets: int | None, size: int, p: float, device: torch.device) -> Tensor | None:
-    """Return the indices to keep, ascending, (K,) or (N, K), or `None` to keep all.
-
-    They are drawn as in `random.permutation`, but in one call for all N images.
-    """
+def _kept(rng: random.Rng, size: int, p: float, device: torch.device) -> Tensor | None:
+    """Return the indices to keep, ascending, or `None` to keep all."""
     count = max(1, whole_part(1 - p, size))
     if count >= size:
         return None
-    lead = () if num_sets is None else (num_sets,)
-    lower, upper = random.bits(rng, (*lead, size, 2)).unbind(-1)
-    order = torch.sort((upper << 32) | lower, dim=-1, stable=True).indices
-    return order[..., :count].sort(dim=-1).values.to(device)
-
-
-def _selected(images: Tensor, kept: Tensor | None, dim: int) -> Tensor:
-    if kept is None:
-        return images
-    if kept.ndim == 1:
-        return images.index_select(dim, kept)
-    shape = list(images.shape)
-    shape[dim] = kept.shape[1]
-    own = [1] * images.ndim
-    own[0], own[dim] = kept.shape
-    return images.gather(dim, kept.view(own).expand(shape))
-
-
-def _check_size(target: Tensor, shape: torch.Size, num_sets: int | None) -> None:
-    if target.ndim < 2 or target.shape[-2:] != shape[-2:]:
-        raise ValueError(
-            f"colout: expected a target with the height and width of the images, whose shape is {tuple(shape)}, got "
-            f"shape {tuple(target.shape)}; resize_target='auto' leaves such targets unchanged"
-        )
-    if num_sets is not None and (target.ndim == 2 or target.shape[0] != num_sets):
-        raise ValueError(
-            f"colout: per_example=True: expected a target with one row for each of {num_sets} images, got shape "
-            f"{tuple(target.shape)}; use per_example=False, or resize_target=False"
-        )
+    lower, upper = random.bits(rng, (size, 2)).unbind(-1)
+    order = torch.sort((upper << 32) | lower, stable=True).indices
+    return order[:count].sort().values.to(device)

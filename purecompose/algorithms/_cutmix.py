@@ -12,7 +12,7 @@ from purecompose._support.checks import check_whole, shown
 from purecompose._support.device import sent
 from purecompose.algorithms._parts.checks import WrittenField, chosen_fields, needed_rng
 from purecompose.algorithms._parts.images import are_maps, check_images
-from purecompose.algorithms._parts.mixing import check_mixable, draw_share, for_examples, mixture_for, with_examples
+from purecompose.algorithms._parts.mixing import check_mixable, draw_share, mixture_for, with_examples
 from purecompose.algorithms.images.levels import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -25,7 +25,6 @@ from purecompose.time.predicates import NEVER, on
 
 
 ALPHA = Within(0, hint="0 switches cutmix off, 1 draws the box's area uniformly")
-LENGTH = Within(0, 1, hint="it is the box's side as a share of the image's")
 
 
 @checked
@@ -34,12 +33,10 @@ def cutmix_batch(
     inputs: Tensor,
     targets: Tensor | Mixture,
     *,
-    length: Annotated[float | Tensor | None, LENGTH] = None,
     alpha: Annotated[float | Tensor, ALPHA] = 1.0,
     bbox: Sequence[int] | Tensor | None = None,
     indices: Tensor | None = None,
     uniform_sampling: bool = False,
-    per_example: bool = False,
     interpolate_loss: bool = False,
 ) -> tuple[Tensor, Tensor | Mixture]:
     """Paste a box of a partner's image into each image of a batch.
@@ -49,17 +46,13 @@ def cutmix_batch(
         inputs: (N, C, H, W), of any dtype, which is kept.
         targets: (N, ...), indices or dense, or a `Mixture`. Maps are class indices (N, h, w), dense targets
             (N, C, h, w), and numbers (N, h, w) whose size has the images' proportions.
-        length: The sides of the box as a share of the image's, used instead of a draw from alpha: a number in [0, 1],
-            or a 0-d tensor, whose value is not checked. The sides are floor(length * H) and floor(length * W) before
-            the box is clipped.
         alpha: Both parameters of the Beta distribution from which the box's share of the area is drawn, at least 0; 0
             does not mix. The value of a (0-d) tensor is not checked.
         bbox: The box itself, used instead of draws: (top, left, bottom, right), of which bottom and right are
-            exclusive. A tensor (4,) or (N, 4), int64, is clipped to the image, and its values are not checked.
+            exclusive. A tensor (4,), int64, is clipped to the image, and its values are not checked.
         indices: (N,), int64, the partner of each example, used instead of a random order.
         uniform_sampling: Draw centres also beyond the edges, so that every pixel is equally likely to be inside the
             box; by default centres are inside the image, and its middle is covered more often.
-        per_example: Draw a separate box for each example instead of one for the batch.
         interpolate_loss: Mix the losses of the two targets instead of the targets; see `Mixture`. Not for maps.
 
     Returns:
@@ -71,8 +64,7 @@ def cutmix_batch(
     Raises:
         TypeError: Inputs are not one tensor (N, C, H, W), targets are not tensors, or there is no key although
             something must be drawn.
-        ValueError: A number is out of range, both `length` and `bbox` are given, shapes do not match, or
-            `interpolate_loss` is set with maps.
+        ValueError: A number is out of range, shapes do not match, or `interpolate_loss` is set with maps.
 
     Example:
         >>> from purecompose.random import key
@@ -88,20 +80,17 @@ def cutmix_batch(
     check_images("cutmix_batch", inputs)
     num, _, height, width = inputs.shape
     if bbox is None:
-        settings: dict[str, Any] = {"length": length, "alpha": alpha, "uniform_sampling": uniform_sampling}
-        bbox = cutmix_box(_rng(key), height, width, num=num if per_example else None, **settings)
-    elif length is not None:
-        raise ValueError("cutmix_batch: expected length or bbox, got both; leave one of them out")
-    boxes = _checked_boxes(bbox, inputs)
+        bbox = cutmix_box(_rng(key), height, width, alpha=alpha, uniform_sampling=uniform_sampling)
+    box = _checked_box(bbox, inputs)
     if indices is None:
         indices = random.permutation(_rng(key).named("permutation"), num)
     partners = indices.to(inputs.device)
-    inside, area = _inside(boxes, inputs, height, width)
+    inside, area = _inside(box, inputs, height, width)
     # Build the mixture first: it rejects partners of the wrong shape with a message about shapes.
     mixture = mixture_for(inputs, targets, "cutmix_batch")
     own = mixture.targets[0]
     if _are_maps(own, inputs):
-        in_maps = inside if are_maps(own, inputs) else _inside(boxes, inputs, *own.shape[-2:])[0]
+        in_maps = inside if are_maps(own, inputs) else _inside(box, inputs, *own.shape[-2:])[0]
         mixture = _pasted_maps(mixture, partners, in_maps, interpolate_loss)
     else:
         share = area.to(mixture.weights[0].dtype) / max(height * width, 1)
@@ -117,52 +106,36 @@ def cutmix_box(
     height: int,
     width: int,
     *,
-    length: Annotated[float | Tensor | None, LENGTH] = None,
     alpha: Annotated[float | Tensor, ALPHA] = 1.0,
     uniform_sampling: bool = False,
-    num: int | None = None,
 ) -> Tensor:
     """Return the box that `cutmix_batch` draws with this key.
 
     Args:
         key: A random key.
         height, width: The image's size.
-        length, alpha, uniform_sampling: As in `cutmix_batch`.
-        num: The number of boxes to draw, one for each example; by default one box for the batch.
+        alpha, uniform_sampling: As in `cutmix_batch`.
 
     Returns:
-        (4,) or (num, 4), int64: top, left, bottom, right, inside the image. An empty box has no height or no width.
-
-    Raises:
-        TypeError: `key` is not a random key.
-        ValueError: A number is out of range.
+        (4,), int64: top, left, bottom, right, inside the image. An empty box has no height or no width.
 
     Example:
         >>> from purecompose.random import key
-        >>> top, left, bottom, right = cutmix_box(key(0), 32, 32, length=0.25, uniform_sampling=True).tolist()
-        >>> bottom - top <= 8 and right - left <= 8
+        >>> top, left, bottom, right = cutmix_box(key(0), 32, 32).tolist()
+        >>> 0 <= top <= bottom <= 32 and 0 <= left <= right <= 32
         True
     """
     rng = as_rng(key, "cutmix_box")
-    if length is None:
-        share = draw_share(rng.named("area"), alpha, num)
-        ratio: Any = torch.sqrt(share) if isinstance(share, Tensor) else math.sqrt(share)
-    elif isinstance(length, Tensor):
-        ratio = length if length.is_floating_point() else length.float()
-    else:
-        ratio = length
+    share = draw_share(rng.named("area"), alpha, None)
+    ratio: Any = torch.sqrt(share) if isinstance(share, Tensor) else math.sqrt(share)
     starts, stops = [], []
     for name, size in (("row", height), ("column", width)):
-        # whole_part guards a requested length against rounding down by a pixel; for a drawn one this does not matter.
-        is_drawn = length is None and isinstance(ratio, Tensor)
-        side: Any = (size * ratio).to(torch.int64) if is_drawn else whole_part(ratio, size)
+        side: Any = (size * ratio).to(torch.int64) if isinstance(ratio, Tensor) else whole_part(ratio, size)
         low, high = (-((side + 1) // 2), size + side // 2) if uniform_sampling else (0, size)
-        centre = random.randint(for_examples(rng.named(name), num), () if num is None else (num,), low, high)
-        # A drawn box extends equally far to both sides; one of a given length has exactly that length.
-        upper = side // 2 if length is None else side - side // 2
+        centre = random.randint(rng.named(name), (), low, high)
         starts.append((centre - side // 2).clamp(0, size))
-        stops.append((centre + upper).clamp(0, size))
-    return torch.stack([*starts, *stops], dim=-1)
+        stops.append((centre + side // 2).clamp(0, size))
+    return torch.stack([*starts, *stops])
 
 
 @factory
@@ -171,7 +144,6 @@ def cutmix(
     *,
     interpolate_loss: bool = False,
     uniform_sampling: bool = False,
-    per_example: bool = False,
     name: str = "cutmix",
     input_field: WrittenField = None,
     target_field: WrittenField = None,
@@ -183,10 +155,10 @@ def cutmix(
         X' = X[pi] inside the box, X outside
         y' = (1 - t) y + t y[pi],   t = area of the box / area of the image
 
-    with one random permutation pi per batch, and one box per batch or, with `per_example`, per example; t is the share
-    of the *partner*, measured on the clipped box. The targets themselves are kept in a `Mixture` of two terms until the
-    loss stage resolves them: as soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other
-    methods on targets (label smoothing, MixUp, CutMix again) act on the terms, so all of them compose, in any order.
+    with one random permutation pi and one box per batch; t is the share of the *partner*, measured on the clipped box.
+    The targets themselves are kept in a `Mixture` of two terms until the loss stage resolves them: as soft targets or,
+    with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on targets (label smoothing, MixUp,
+    CutMix again) act on the terms, so all of them compose, in any order.
 
     Targets that are maps, as in segmentation, are pasted like the images: every pixel keeps the class of the image that
     it comes from, and nothing is mixed. The box is scaled to maps of another size; see `cutmix_batch`.
@@ -204,7 +176,6 @@ def cutmix(
             reduction "none".
         uniform_sampling: Make every pixel equally likely to be replaced; by default pixels in the middle are replaced
             more often, as in the paper.
-        per_example: Draw a separate box for each example instead of one for the batch.
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
         target_field: Field of the batch with the target; defaults to the state's target field.
@@ -217,7 +188,7 @@ def cutmix(
 
     Example:
         >>> cutmix(1.0)
-        cutmix(alpha=1.0, interpolate_loss=False, uniform_sampling=False, per_example=False)
+        cutmix(alpha=1.0, interpolate_loss=False, uniform_sampling=False)
         >>> cutmix(0).match
         never
 
@@ -239,7 +210,6 @@ def cutmix(
             targets,
             alpha=state.scalar(alpha),
             uniform_sampling=uniform_sampling,
-            per_example=per_example,
             interpolate_loss=interpolate_loss,
         )
         return with_examples(state, *fields, mixed)
@@ -257,15 +227,15 @@ def _rng(key: Tensor | random.Rng | None) -> random.Rng:
     return needed_rng(key, "cutmix_batch", "when bbox or indices are left out")
 
 
-def _checked_boxes(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
-    """Return the checked boxes, (4,) or (N, 4), int64, on the images' device."""
-    num, _, height, width = images.shape
+def _checked_box(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
+    """Return the checked box, (4,), int64, on the images' device."""
     if isinstance(bbox, Tensor):
-        if bbox.shape not in ((4,), (num, 4)) or bbox.dtype.is_floating_point or bbox.dtype == torch.bool:
-            raise ValueError(f"cutmix_batch: bbox: expected integers of shape (4,) or ({num}, 4), got {shown(bbox)}")
+        if bbox.shape != (4,) or bbox.dtype.is_floating_point or bbox.dtype == torch.bool:
+            raise ValueError(f"cutmix_batch: bbox: expected integers of shape (4,), got {shown(bbox)}")
         return bbox.to(images.device, torch.int64)
     if not isinstance(bbox, Sequence) or len(bbox) != 4:
         raise ValueError(f"cutmix_batch: bbox: expected (top, left, bottom, right), got {shown(bbox)}")
+    height, width = images.shape[2:]
     for place, side, least, most in zip(
         bbox, ("top", "left", "bottom", "right"), (0, 0, *bbox[:2]), 2 * (height, width), strict=True
     ):
@@ -281,24 +251,23 @@ def _are_maps(targets: Tensor, images: Tensor) -> bool:
     return own_height * width == height * own_width
 
 
-def _inside(boxes: Tensor, images: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return which positions of maps of this size have their centre in the images' boxes, and their number.
+def _inside(box: Tensor, images: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return which positions of maps of this size have their centre in the images' box, and their number.
 
     Returns:
-        (1 or N, height, width), bool, and () or (N,), int64.
+        (1, height, width), bool, and (), int64.
     """
-    rows = _between(boxes[..., 0::2], images.shape[-2], height)
-    columns = _between(boxes[..., 1::2], images.shape[-1], width)
-    inside = rows.unsqueeze(-1) & columns.unsqueeze(-2)
-    return inside.reshape(-1, height, width), rows.sum(-1) * columns.sum(-1)
+    rows = _between(box[0::2], images.shape[-2], height)
+    columns = _between(box[1::2], images.shape[-1], width)
+    return (rows.unsqueeze(-1) & columns).unsqueeze(0), rows.sum() * columns.sum()
 
 
 def _between(bounds: Tensor, size: int, num: int) -> Tensor:
-    """Return which of `num` positions spread over `size` pixels are in [bounds[..., 0], bounds[..., 1]), (..., num)."""
+    """Return which of `num` positions spread over `size` pixels are in [bounds[0], bounds[1]), (num,)."""
     place = torch.arange(num, device=bounds.device)
     if num != size:
         place = (2 * place + 1) * size // (2 * num)  # the pixel in which the position's centre is
-    return (place >= bounds[..., :1]) & (place < bounds[..., 1:])
+    return (place >= bounds[0]) & (place < bounds[1])
 
 
 def _pasted_maps(mixture: Mixture, partners: Tensor, inside: Tensor, interpolate_loss: bool) -> Mixture:

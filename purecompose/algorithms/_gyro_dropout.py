@@ -1,13 +1,12 @@
 """Gyro dropout: dropout with masks from a fixed bank, of which a few are used at a time."""
 
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from purecompose import random, surgery
-from purecompose._support.checks import check_whole, shown
 from purecompose._support.device import as_scalar
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -21,18 +20,10 @@ from purecompose.time.predicates import NEVER, on
 _BUFFER = "gyro_dropout_place"
 
 
-def _checked_dim(feature_dim: Any, where: str) -> int | None:
-    hint = "it names a dimension of a layer's inputs"
-    if feature_dim is not None and check_whole(feature_dim, where, hint=hint) == 0:
-        raise ValueError(f"{where}=0 is the batch: expected another dimension, such as 1 or -1")
-    return feature_dim
-
-
 _P_HINT = "it is the probability of dropping; 1 would leave nothing"
 Probability: TypeAlias = Annotated[float, Within(0, 1, below=True, hint=_P_HINT)]
 Sigma: TypeAlias = Annotated[int, Within(1, hint="it is the number of masks in the bank")]
 Tau: TypeAlias = Annotated[int, Within(1, hint="it is the number of masks that share a batch")]
-FeatureDim: TypeAlias = Annotated[int | None, _checked_dim]
 
 
 class _Place(NamedTuple):
@@ -60,18 +51,16 @@ class GyroDropout(nn.Module):
     uses the same masks in both calls.
 
     Args:
-        p, sigma, tau, feature_dim: See `gyro_dropout`.
+        p, sigma, tau: See `gyro_dropout`.
         draw: The salt of this layer's draws.
         place: The buffer, shared by all layers, int64 of shape (6,): the key's two words; the period; the index in the
             batch of the microbatch's first row; the microbatch's number of rows, 0 if the batch is not split; and the
             batch's number of rows.
     """
 
-    def __init__(
-        self, p: float, sigma: int, tau: int, *, draw: int, place: Tensor, feature_dim: int | None = None
-    ) -> None:
+    def __init__(self, p: float, sigma: int, tau: int, *, draw: int, place: Tensor) -> None:
         super().__init__()
-        self.p, self.sigma, self.tau, self.draw, self.feature_dim = p, sigma, tau, draw, feature_dim
+        self.p, self.sigma, self.tau, self.draw = p, sigma, tau, draw
         self.register_buffer(_BUFFER, place)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -81,9 +70,7 @@ class GyroDropout(nn.Module):
         place = _Place.read(self.get_buffer(_BUFFER))
         rng = random.Rng(place.key, draw=self.draw)
         groups = _groups(place, input.shape[0], self.tau)
-        mask = chosen_masks(
-            rng, tuple(input.shape), self.p, self.sigma, self.tau, place.period, groups, self.feature_dim
-        )
+        mask = chosen_masks(rng, tuple(input.shape), self.p, self.sigma, self.tau, place.period, groups)
         return input * mask.to(input.device) / (1 - self.p)
 
     def extra_repr(self) -> str:
@@ -99,14 +86,7 @@ class GyroDropoutState(NamedTuple):
 
 
 @factory
-def gyro_dropout(
-    p: Probability = 0.5,
-    sigma: Sigma = 256,
-    tau: Tau = 16,
-    *,
-    feature_dim: FeatureDim = None,
-    name: str = "gyro_dropout",
-) -> Algorithm:
+def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, name: str = "gyro_dropout") -> Algorithm:
     """Replace dropout by dropout with a bank of masks.
 
     A bank of sigma masks corresponds to sigma subnetworks. For a period of several batches, tau of the masks, chosen
@@ -137,8 +117,6 @@ def gyro_dropout(
             are ignored. With 0 the algorithm never matches and the network keeps its dropout.
         sigma: The number of masks in each layer's bank, at least 1.
         tau: The number of masks used for a batch, in [1, sigma]; a batch with fewer rows uses one mask per row.
-        feature_dim: The only dimension along which masks vary; by default all but the first. See
-            `gyro_dropout_mask`.
         name: Name of the algorithm, of its slot and of its draws.
 
     Raises:
@@ -167,7 +145,7 @@ def gyro_dropout(
             if [*dropout.parameters(), *dropout.buffers()]:  # a user's subclass, which does more than plain dropout
                 return None
             draw = random.salt(name, site.name)
-            return GyroDropout(p, sigma, tau, draw=draw, place=place, feature_dim=feature_dim)
+            return GyroDropout(p, sigma, tau, draw=draw, place=place)
 
         state, _ = surgery.operate(state, {nn.Dropout: layer, GyroDropout: None}, name=name, skips_frozen=True)
         if not _places(state):
@@ -224,7 +202,7 @@ def _period_length(name: str, state: State, sigma: int, tau: int) -> int:
     if run.total_batches is None:
         raise ValueError(
             f"{name}: expected a run whose length in batches is known, since it decides how long masks are kept, got "
-            f" duration={run.duration}, batches_per_epoch={run.batches_per_epoch}; give State.create a duration in "
+            f"duration={run.duration}, batches_per_epoch={run.batches_per_epoch}; give State.create a duration in "
             "batches ('500ba'), or one in epochs and batches_per_epoch=len(batches)"
         )
     return gyro_dropout_period(run.total_batches, sigma, tau)
@@ -261,7 +239,6 @@ def gyro_dropout_mask(
     tau: Tau = 16,
     period: int | Tensor = 0,
     groups: Tensor | None = None,
-    feature_dim: FeatureDim = None,
 ) -> Tensor:
     """Return the masks of a batch's rows, in which True elements are kept.
 
@@ -274,12 +251,9 @@ def gyro_dropout_mask(
         period: The number of the choice, from 0: an int, or a 0-d int64 tensor.
         groups: (N,), int64, below tau: the index of each row's mask among the chosen ones, instead of tau groups of
             consecutive rows. Values are not checked.
-        feature_dim: The only dimension, at least 1 or counted from the end, along which masks vary: with 1, whole
-            channels of (N, C, H, W) are dropped, with -1 whole features of (N, length, features). By default each
-            element is dropped independently, as in `nn.Dropout`.
 
     Returns:
-        The masks, bool, of the given shape; with `feature_dim` (N, 1, ..., features, ..., 1), which broadcasts to it.
+        The masks, bool, of the given shape. In training a layer returns `inputs * mask / (1 - p)`.
 
     Raises:
         TypeError, ValueError: No key, or a setting of the wrong type or out of range.
@@ -295,82 +269,19 @@ def gyro_dropout_mask(
     rng = as_rng(key, where)
     if groups is None:
         groups = torch.arange(shape[0], device=rng.key.device) * tau // max(shape[0], 1)  # consecutive rows
-    return chosen_masks(rng, shape, p, sigma, tau, period, groups, feature_dim)
-
-
-@checked
-def gyro_drop(
-    key: Tensor | random.Rng,
-    inputs: Tensor,
-    *,
-    p: Probability = 0.5,
-    sigma: Sigma = 256,
-    tau: Tau = 16,
-    period: int | Tensor = 0,
-    groups: Tensor | None = None,
-    feature_dim: FeatureDim = None,
-) -> Tensor:
-    """Apply a mask in training: inputs * mask / (1 - p).
-
-    Args:
-        key: As for `gyro_dropout_mask`.
-        inputs: (N, ...), floating.
-        p: The probability of dropping an element; with 0 the inputs are returned.
-        sigma, tau, period, groups, feature_dim: As for `gyro_dropout_mask`.
-
-    Returns:
-        A tensor of the shape and dtype of `inputs`.
-
-    Raises:
-        TypeError: Inputs that are not a floating tensor, no key, or a setting of the wrong type.
-        ValueError: Inputs without rows, or a setting out of range.
-
-    Example:
-        >>> from purecompose.random import key
-        >>> gyro_drop(key(0), torch.ones(2, 4), tau=2).unique()
-        tensor([0., 2.])
-    """
-    if not isinstance(inputs, Tensor) or not (inputs.is_floating_point() or inputs.is_complex()):
-        raise TypeError(f"gyro_drop: inputs: expected a tensor (N, ...) of floats, got {shown(inputs)}")
-    if not inputs.ndim:
-        raise ValueError("gyro_drop: inputs: expected (N, ...), a row for each example, got a 0-d tensor")
-    shape = tuple(inputs.shape)
-    mask = gyro_dropout_mask(
-        key, shape, p=p, sigma=sigma, tau=tau, period=period, groups=groups, feature_dim=feature_dim
-    )
-    return inputs if p == 0 else inputs * mask / (1 - p)
+    return chosen_masks(rng, shape, p, sigma, tau, period, groups)
 
 
 def chosen_masks(
-    rng: random.Rng,
-    shape: tuple[int, ...],
-    p: float,
-    sigma: int,
-    tau: int,
-    period: int | Tensor,
-    groups: Tensor,
-    feature_dim: int | None,
+    rng: random.Rng, shape: tuple[int, ...], p: float, sigma: int, tau: int, period: int | Tensor, groups: Tensor
 ) -> Tensor:
     """Do what `gyro_dropout_mask` does, for checked settings and given groups."""
     root = rng.per_example(None)
     choosing = replace(root, key=random.fold_in(root.key, period)).named("choice")
     chosen = random.choice(choosing, sigma, tau)
     # The mask's number in the bank replaces the example's number, so that only the chosen masks are drawn.
-    masks = random.bernoulli(root.named("bank").per_example(chosen), 1 - p, (tau, *_own_shape(shape, feature_dim)))
+    masks = random.bernoulli(root.named("bank").per_example(chosen), 1 - p, (tau, *shape[1:]))
     return masks.index_select(0, groups.to(masks.device))
-
-
-def _own_shape(shape: tuple[int, ...], feature_dim: int | None) -> tuple[int, ...]:
-    """Return the shape of one mask, which broadcasts to the shape of one row."""
-    if feature_dim is None:
-        return shape[1:]
-    dim = feature_dim if feature_dim >= 0 else len(shape) + feature_dim
-    if not 1 <= dim < len(shape):
-        raise ValueError(
-            f"gyro_dropout: feature_dim={feature_dim}: expected one of the dims 1 to {len(shape) - 1} of inputs of "
-            f"shape {shape}; leave it out to drop single elements"
-        )
-    return tuple(size if at == dim else 1 for at, size in enumerate(shape) if at)
 
 
 def _check_bank(where: str, sigma: int, tau: int) -> None:

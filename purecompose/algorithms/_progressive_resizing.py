@@ -31,7 +31,6 @@ from purecompose.time.units import snapped
 _LEAST_SCALE = 1e-9  # used for scale 0, which resize_batch rejects; gives the smallest size
 
 Mode = Literal["resize", "crop"]
-Interpolation = Literal["bilinear", "nearest"]
 Scale: TypeAlias = Annotated[float, Within(0, 1, hint="it is the scale of both sides at first")]
 Share: TypeAlias = Annotated[float, Within(0, 1, hint="it is a share of the run")]
 
@@ -77,7 +76,6 @@ def resize_batch(
     *,
     mode: Mode = "resize",
     resize_targets: TakesTargets = "auto",
-    interpolation: Interpolation = "bilinear",
     size_increment: Annotated[int | None, Within(1)] = None,
 ) -> tuple[Tensor, Any]:
     """Make the images of a batch smaller.
@@ -87,12 +85,11 @@ def resize_batch(
         inputs: Images (N, C, H, W).
         targets: Any object. Masks are tensors (N, H, W) or (N, C, H, W) of any dtype, or a `Mixture` of such tensors.
         scale_factor: The scale of both sides, a number above 0. Factors of at least 1 change nothing.
-        mode: "resize" shrinks the whole image; "crop" cuts out a window, drawn uniformly among all windows inside the
-            image, the same for the whole batch.
+        mode: "resize" shrinks the whole image (bilinear, antialiased; masks by nearest pixels); "crop" cuts out a
+            window, drawn uniformly among all windows inside the image, the same for the whole batch.
         resize_targets: Treat targets as masks, which are resized by the same factors or cropped to the same window.
             "auto" does so for targets with more than two dimensions, the last two of the images' size; `True` for all
             targets, also those with another height and width.
-        interpolation: "bilinear" (antialiased) or "nearest", for images; masks always use the nearest pixel.
         size_increment: Each side becomes the multiple of it that is nearest to side * scale_factor, at least one
             increment and at most the side. By default, and if the side is shorter than one increment, it becomes
             side * scale_factor rounded down, at least 1.
@@ -133,7 +130,7 @@ def resize_batch(
         def on_masks(masks: Tensor) -> Tensor:
             return _nearest(masks, _same_share(masks, old, new))
 
-        changed = _nearest(inputs, new) if interpolation == "nearest" else _bilinear(inputs, new)
+        changed = _bilinear(inputs, new)
     return changed, map_targets(on_masks, targets, inputs, resize_targets)
 
 
@@ -146,7 +143,6 @@ def progressive_resizing(
     size_increment: Annotated[int, Within(1, hint="sides are multiples of it, in pixels")] = 4,
     *,
     resize_targets: TakesTargets = "auto",
-    interpolation: Interpolation = "bilinear",
     name: str = "progressive_resizing",
     input_field: WrittenField = None,
     target_field: Field = None,
@@ -183,7 +179,6 @@ def progressive_resizing(
         resize_targets: Treat the target as a mask (N, H, W) or (N, C, H, W), which is changed like its image. "auto"
             does so if it has more than two dimensions and the last two have the images' size. With `False` the target
             is not read.
-        interpolation: "bilinear" (antialiased) or "nearest", for images; see `resize_batch`.
         name: Name of the algorithm, of its draws and of its metrics.
         input_field: Field of the batch with the images; defaults to the state's input field.
         target_field: Field of the batch with the targets; defaults to the state's target field.
@@ -211,13 +206,7 @@ def progressive_resizing(
         finetune_fraction=finetune_fraction,
         delay_fraction=delay_fraction,
     )
-    resize = partial(
-        resize_batch,
-        mode=mode,
-        size_increment=size_increment,
-        resize_targets=resize_targets,
-        interpolation=interpolation,
-    )
+    resize = partial(resize_batch, mode=mode, size_increment=size_increment, resize_targets=resize_targets)
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
-from purecompose.algorithms._parts.checks import Field, check_per_example, chosen_fields
+from purecompose.algorithms._parts.checks import Field, chosen_fields
 from purecompose.algorithms._parts.model_losses import check_labelled, check_outputs, model_losses
 from purecompose.algorithms.images.levels import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -189,10 +189,10 @@ def selective_backprop(
             `ModelLoss(labels=...)` names the labels.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a loss that has no
-            `reduction`, or ignores it on outputs (N, C) (other losses that ignore it raise when the selection
-            starts), or a `ModelLoss` without `labels`. In the first step: with `scale_factor` below 1, inputs that
-            are not images, or outputs whose logits are missing or do not fit the labels of a `ModelLoss`.
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a loss that has no `reduction`, or
+            a `ModelLoss` without `labels`. A loss that ignores it raises when the selection starts. In the first step:
+            with `scale_factor` below 1, inputs that are not images, or outputs whose logits are missing or do not fit
+            the labels of a `ModelLoss`.
         KeyError: In the first step: the batch has no such input or target.
 
     Example:
@@ -212,7 +212,7 @@ def selective_backprop(
     def apply(event: Event, state: State) -> State:
         own_loss = _own_loss(state)
         if event is Event.INIT:
-            check_labelled(name, own_loss) if own_loss else check_per_example(state.context.loss)
+            check_labelled(name, own_loss) if own_loss else losses.check_loss(state.context.loss, per_example=True)
             return state
         if event is Event.AFTER_FORWARD:
             if own_loss:

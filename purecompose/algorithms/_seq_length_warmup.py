@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, losses, tree
+from purecompose import batch as batches, tree
 from purecompose.algorithms._parts.shared import Elapsed, reported
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -145,7 +145,8 @@ def seq_length_warmup(
     Args:
         duration: The warm-up's share of the run, in [0, 1]. With 0 the algorithm never matches: there is no warm-up and
             no limit.
-        min_seq_length: The length at the start, tokens.
+        min_seq_length: The length at the start, tokens; at least 2 for a model that shifts its labels itself, whose
+            loss of a single token is NaN.
         max_seq_length: The length from the end of the warm-up on, tokens. Longer batches are cut to it until the end of
             the run; shorter batches are complete as soon as the ramp has reached their length.
         step_size: The number of tokens by which the length grows at a time. A compiled step is compiled separately for
@@ -156,7 +157,7 @@ def seq_length_warmup(
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range, or `preserve_end_of_sequence` with
-            `truncate=False`. In the step: a length of 1 for a model with its own loss, inputs that are not sequences, a
+            `truncate=False`. In the step: inputs that are not sequences, a
             run without a duration or with a duration in seconds, and the errors of `set_batch_sequence_length`.
 
     Example:
@@ -186,11 +187,6 @@ def seq_length_warmup(
         sequences = sequences_of(state, name)
         # Call reached() in any case: it raises if the run's length is unknown.
         length = max_seq_length if state.timestamp.reached(ends) else length_at(_elapsed(state))
-        if length == 1 < sequences.shape[1] and isinstance(state.context.loss, losses.ModelLoss):
-            raise ValueError(
-                f"{name}: sequences of 1 token have no next token, so the mean loss of a model that shifts its labels "
-                "itself is NaN: give min_seq_length=2 or more"
-            )
         batch = shortened(state.batch, sequences, length, truncate, preserve_end_of_sequence)
         num, current = sequences.shape[:2]
         if batch is not state.batch and not truncate:

@@ -6,90 +6,11 @@ for every batch, `random.fold_in(key, step)`. Cores do not switch themselves off
 images unchanged, but `mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense
 targets, and `choose_by_loss(keep=1)` a random order of the whole batch; leave the call out instead.
 
-    mixup_batch(key, inputs, targets) -> (inputs, targets)
-    cutmix_batch(key, inputs, targets) -> (inputs, targets)
-    cutmix_box(key, height, width) -> box
-    cutout_batch(key, images) -> images
-    colout_batch(key, inputs, targets) -> (inputs, targets), or inputs where there are no targets
-    randaugment_batch(key, images) -> images
-    augmix_batch(key, images) -> images
-    smooth_labels(logits, targets) -> targets
-    resize_batch(key, inputs, targets, scale_factor) -> (inputs, targets)
-    progressive_scale(elapsed) -> float
-    set_batch_sequence_length(batch, length) -> batch
-    warmup_length(elapsed) -> int
-    gyro_drop(key, inputs) -> inputs, in training
-    gyro_dropout_mask(key, shape) -> mask
-    gyro_dropout_period(total_batches) -> int
-    choose_by_loss(key, example_losses) -> positions in the batch
-    select_using_loss(key, inputs, targets, forward_fn, loss_fn) -> (inputs, targets)
-    should_selective_backprop(current_duration, batch_in_epoch) -> bool
-
-A transform of single samples of a data set, PIL images or tensors, is a function `(sample, rng=None) -> sample`:
-
-    sample_transform(core) -> transform
-
-Methods on the model, for a plain `nn.Module`. Each returns a changed copy with separate weights, in the same mode
-(train or eval) as the network, which is not modified. Create the optimizer from the copy:
-
-    apply_blurpool(net, replace_convs, replace_maxpools, blur_first) -> net
-    apply_squeeze_excite(key, net, latent_channels, min_channels) -> net
-    apply_ghost_batchnorm(net, ghost_batch_size) -> net
-    apply_weight_standardization(net, n_last_layers_ignore) -> net
-    apply_stochastic_depth(net, stochastic_method, drop_rate, drop_distribution) -> net
-    apply_alibi(net) -> net
-    apply_gated_linear_units(key, net, act_fn, gated_layer_bias, non_gated_layer_bias) -> net
-    apply_factorize(net, factorize_convs, factorize_linears) -> net
-    apply_low_precision_layernorm(net) -> net
-    apply_low_precision_groupnorm(net) -> net
-    apply_channels_last(net) -> net
-
-Gyro dropout has no such function: its masks depend on the number of the batch, which a plain network does not know.
-
-Rules of these methods for `purecompose.surgery`, which replace modules of a network:
-
-    blurpool_rules(replace_convs, replace_maxpools, blur_first) -> rules
-    squeeze_excite_rules(latent_channels, min_channels) -> rules
-    ghost_batchnorm_rules(ghost_batch_size) -> rules
-    weight_standardization_rules(n_last_layers_ignore) -> rules
-    weight_standardization_undo_rules(is_baked) -> rules
-    stochastic_depth_rules(module) -> rules
-    alibi_rules() -> rules
-    gated_linear_units_rules(act_fn, gated_layer_bias, non_gated_layer_bias) -> rules
-    factorize_rules(factorize_convs, factorize_linears) -> rules
-    low_precision_layernorm_rules() -> rules
-    low_precision_groupnorm_rules() -> rules
-    no_op_model_rules() -> rules
-
-Other parts of the methods on the model:
-
-    blur_2d(input) -> images
-    blurmax_pool2d(input, kernel_size, stride) -> images
-    standardized(weight) -> weight
-    stochastic_depth_rates(num_blocks) -> rate of each block
-    alibi_bias(num_heads, length) -> bias that is added to the logits of attention
-    alibi_slopes(num_heads) -> slope of each head
-    to_channels_last(tensors) -> tensors
-    factorizing_could_speedup(module, latent) -> bool
-
-Functions on gradients, weights and time; several tensors are given as a mapping from parameter names:
-
-    clip_by_norm(grads, threshold) -> grads
-    clip_by_value(grads, threshold) -> grads
-    clip_adaptively(grads, params, threshold) -> grads
-    clip_per_example(grads, max_norm) -> mean of clipped gradients
-    norms_per_example(grads) -> norm of each example's gradient
-    perturb_params(params, grads, rho) -> params
-    pull_back(slow, fast, alpha) -> weights
-    compute_ema(averages, weights, smoothing) -> averages
-    add_to_mean(means, weights, num) -> means
-    schedule_free_step(base, averages, moved, beta, share) -> (base, averages, weights)
-    estimate_noise(small, big, small_size, big_size) -> (squared norm of the gradient, trace of its covariance)
-    critical_batch_size(squared_norm, trace) -> examples
-    layers_of(module) -> parameters of each layer
-    frozen_share(elapsed) -> share of layers that is frozen
-    frozen_layers(module, elapsed) -> names of frozen parameters
-    warmup_batch_size(elapsed, batch_size) -> examples
+`sample_transform` makes a core for images a transform of single samples of a data set. `apply_*` do what methods on the
+model do, for a plain `nn.Module`: they return a changed copy with separate weights, in the same mode (train or eval);
+create the optimizer from the copy. `*_rules` are the rules of these methods for `purecompose.surgery`. Gyro dropout has
+no such function: its masks depend on the number of the batch, which a plain network does not know. Several gradients or
+weights are given as a mapping from parameter names.
 
 The algorithms call these functions, with the key `state.rng(name)` where they draw. `select_using_loss` and
 `should_selective_backprop` do in your own loop what selective backprop's `apply` and `match` do inside a step.
@@ -126,7 +47,6 @@ from purecompose.algorithms._gradient_noise_scale import (
     estimate_noise as estimate_noise,
 )
 from purecompose.algorithms._gyro_dropout import (
-    gyro_drop as gyro_drop,
     gyro_dropout_mask as gyro_dropout_mask,
     gyro_dropout_period as gyro_dropout_period,
 )

@@ -45,11 +45,11 @@ def kept(image: Tensor) -> tuple[list[int], list[int]]:
 # The core
 
 
-@given(SEEDS, SHAPES, SHARES, SHARES, st.booleans())
-def test_sorted_rows_and_columns_of_the_exact_number_stay(seed, shape, p_row, p_col, per_example):
+@given(SEEDS, SHAPES, SHARES, SHARES)
+def test_sorted_rows_and_columns_of_the_exact_number_stay(seed, shape, p_row, p_col):
     images = places(*shape)
     before = images.clone()
-    got = colout_batch(random.key(seed), images, p_row=p_row, p_col=p_col, per_example=per_example)
+    got = colout_batch(random.key(seed), images, p_row=p_row, p_col=p_col)
     num, channels, height, width = shape
     assert got.shape == (num, channels, exact_count(p_row, height), exact_count(p_col, width))
     assert torch.equal(images, before)
@@ -57,16 +57,15 @@ def test_sorted_rows_and_columns_of_the_exact_number_stay(seed, shape, p_row, p_
     for (rows, columns), image in zip(chosen, got, strict=True):
         assert rows == sorted(set(rows)) and columns == sorted(set(columns))
         assert torch.equal(image, images[0][:, rows][:, :, columns])  # nothing interpolated, all channels alike
-    if not per_example:
-        assert all(one == chosen[0] for one in chosen)
-    assert torch.equal(got, colout_batch(random.key(seed), images, p_row=p_row, p_col=p_col, per_example=per_example))
+    assert all(one == chosen[0] for one in chosen)
+    assert torch.equal(got, colout_batch(random.key(seed), images, p_row=p_row, p_col=p_col))
 
 
-@given(SEEDS, SHAPES, st.sampled_from(DTYPES), st.booleans())
-def test_a_share_of_zero_is_the_identity_and_dtypes_are_kept(seed, shape, dtype, per_example):
+@given(SEEDS, SHAPES, st.sampled_from(DTYPES))
+def test_a_share_of_zero_is_the_identity_and_dtypes_are_kept(seed, shape, dtype):
     images = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed % 2**32)).to(dtype)
-    assert colout_batch(random.key(seed), images, p_row=0, p_col=0, per_example=per_example) is images
-    got = colout_batch(random.key(seed), images, p_row=0.5, p_col=0, per_example=per_example)
+    assert colout_batch(random.key(seed), images, p_row=0, p_col=0) is images
+    got = colout_batch(random.key(seed), images, p_row=0.5, p_col=0)
     assert got.dtype == dtype and got.shape[3] == shape[3]
 
 
@@ -78,13 +77,12 @@ def test_numbers_of_kept_rows_have_no_rounding_errors(p, size, count):
     assert got.shape == (1, count, count)
 
 
-@pytest.mark.parametrize("per_example", [False, True])
-def test_every_row_and_column_stays_with_the_same_chance(per_example):
+def test_every_row_and_column_stays_with_the_same_chance():
     images, num = places(1, 1, 7, 5), 2100
     keys = random.split(random.key(2), num)
 
     def fn(key: Tensor) -> Tensor:
-        return colout_batch(key, images, p_row=0.4, p_col=0.4, per_example=per_example)
+        return colout_batch(key, images, p_row=0.4, p_col=0.4)
 
     drawn = torch.func.vmap(fn)(keys)[:, 0, 0]
     rows, columns = (drawn[:, :, 0] // 1000).flatten(), (drawn[:, 0] % 1000).flatten()
@@ -95,21 +93,9 @@ def test_every_row_and_column_stays_with_the_same_chance(per_example):
     assert len(pairs) == math.comb(7, 4)  # every choice occurs
 
 
-def test_each_image_has_its_own_rows_whatever_the_batch_is():
-    images = places(12, 2, 20, 20)
-    result = colout_batch(random.key(1), images, per_example=True)
-    assert len({str(kept(image[0])) for image in result}) == 12
-    assert torch.equal(colout_batch(random.key(1), images[:5], per_example=True), result[:5])
-    rng = random.Rng(random.key(1))
-    whole = colout_batch(rng.per_example(torch.arange(12)), images, per_example=True)
-    rest = colout_batch(rng.per_example(torch.arange(7, 12)), images[7:], per_example=True)
-    assert torch.equal(rest, whole[7:])
-
-
-@pytest.mark.parametrize("per_example", [False, True])
-def test_the_gradient_is_one_for_kept_pixels(per_example):
+def test_the_gradient_is_one_for_kept_pixels():
     images = places(2, 1, 6, 7).double().requires_grad_()
-    got = colout_batch(random.key(0), images, p_row=0.5, p_col=0.3, per_example=per_example)
+    got = colout_batch(random.key(0), images, p_row=0.5, p_col=0.3)
     (gradient,) = torch.autograd.grad(got.sum(), images)
     for grad, image in zip(gradient[:, 0], got.detach()[:, 0], strict=True):
         rows, columns = kept(image.long())
@@ -121,15 +107,15 @@ def test_the_gradient_is_one_for_kept_pixels(per_example):
 # Targets
 
 
-@given(SEEDS, SHAPES, SHARES, st.booleans(), st.sampled_from(["auto", True]), st.integers(0, 2))
-def test_masks_lose_the_same_rows_and_columns(seed, shape, p, per_example, resize_target, extra):
+@given(SEEDS, SHAPES, SHARES, st.sampled_from(["auto", True]), st.integers(0, 2))
+def test_masks_lose_the_same_rows_and_columns(seed, shape, p, resize_target, extra):
     num, _, height, width = shape
     images = places(*shape)
     masks = images[:, 0].view(num, *[1] * extra, height, width)
-    settings = {"p_row": p, "p_col": 0.3, "per_example": per_example, "resize_target": resize_target}
+    settings: dict[str, Any] = {"p_row": p, "p_col": 0.3, "resize_target": resize_target}
     got, mask = colout_batch(random.key(seed), images, masks, **settings)
     assert torch.equal(mask.view(got[:, 0].shape), got[:, 0])
-    assert torch.equal(got, colout_batch(random.key(seed), images, p_row=p, p_col=0.3, per_example=per_example))
+    assert torch.equal(got, colout_batch(random.key(seed), images, p_row=p, p_col=0.3))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +148,11 @@ def test_a_mask_of_a_single_image_is_resized_on_request():
     assert same.shape == (6, 8)
 
 
-@pytest.mark.parametrize("per_example", [False, True])
-def test_terms_of_a_mixture_and_members_of_a_tree_are_resized_each(per_example):
+def test_terms_of_a_mixture_and_members_of_a_tree_are_resized_each():
     images = places(4, 1, 8, 8)
     masks, order = images[:, 0] + 0.5, torch.tensor([1, 0, 3, 2])
     mixture = Mixture.of(masks).mixed_with(order, 0.25)
-    settings = {"p_row": 0.5, "p_col": 0.25, "per_example": per_example}
+    settings: dict[str, Any] = {"p_row": 0.5, "p_col": 0.25}
     got, mixed = colout_batch(random.key(0), images, mixture, **settings)
     assert isinstance(mixed, Mixture) and mixed.weights is mixture.weights
     assert torch.equal(mixed.targets[0], got[:, 0] + 0.5)
@@ -192,9 +177,8 @@ class Segmenter(nn.Module):
         return self.conv(images)
 
 
-@pytest.mark.parametrize("per_example", [False, True])
-def test_a_step_trains_on_the_images_of_the_core(per_example):
-    settings = {"p_row": 0.4, "p_col": 0.2, "per_example": per_example}
+def test_a_step_trains_on_the_images_of_the_core():
+    settings: dict[str, Any] = {"p_row": 0.4, "p_col": 0.2}
     state = State.create(Segmenter(), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=3, duration="4ba")
     images = torch.randn(5, 2, 10, 10)
     masks = (images[:, 0] > 0).long()
@@ -238,10 +222,6 @@ def test_bad_arguments_of_the_core_are_refused():
     for target in (torch.zeros(4), torch.zeros(4, 8, 7), torch.zeros(())):
         with pytest.raises(ValueError, match="expected a target with the height and width of the images"):
             colout_batch(key, images, target, resize_target=True)
-    cases: list[tuple[Tensor, Any]] = [(torch.zeros(8, 8), True), (torch.zeros(1, 8, 8), "auto")]
-    for target, resize_target in cases:
-        with pytest.raises(ValueError, match="per_example=True: expected a target with one row for each of 4 images"):
-            colout_batch(key, images, target, per_example=True, resize_target=resize_target)
 
 
 def test_a_step_names_the_target_that_does_not_fit():

@@ -51,11 +51,10 @@ def by_hand(state, batch, **settings):
     alpha=st.floats(0.1, 3),
     interpolate_loss=st.booleans(),
     uniform_sampling=st.booleans(),
-    per_example=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_a_step_is_the_core_and_its_soft_targets(kind, alpha, interpolate_loss, uniform_sampling, per_example, seed):
-    settings = {"uniform_sampling": uniform_sampling, "per_example": per_example}
+def test_a_step_is_the_core_and_its_soft_targets(kind, alpha, interpolate_loss, uniform_sampling, seed):
+    settings = {"uniform_sampling": uniform_sampling}
     state, batch = image_state().replace(key=random.key(seed)), image_batch(kind)
     after = one_step(cutmix(alpha, interpolate_loss=interpolate_loss, **settings), state, batch)
     loss, params = by_hand(state, batch, alpha=alpha, **settings)
@@ -63,11 +62,10 @@ def test_a_step_is_the_core_and_its_soft_targets(kind, alpha, interpolate_loss, 
     torch.testing.assert_close(after.params, params)
 
 
-@pytest.mark.parametrize("per_example", [False, True])
-def test_maps_are_trained_on_as_they_are_pasted(per_example):
+def test_maps_are_trained_on_as_they_are_pasted():
     state, (images, masks) = image_state(nn.Conv2d(2, 4, 3, padding=1)), image_batch("maps")
-    after = one_step(cutmix(per_example=per_example), state, (images, masks))
-    mixed, pasted = cutmix_batch(state.rng("cutmix"), images, masks, per_example=per_example)
+    after = one_step(cutmix(), state, (images, masks))
+    mixed, pasted = cutmix_batch(state.rng("cutmix"), images, masks)
     assert isinstance(pasted, torch.Tensor) and not torch.equal(pasted, masks)
     plain = compose(loop_events)(state, (mixed, pasted))
     assert tree.equal((after.params, after.loss), (plain.params, plain.loss))
@@ -107,7 +105,7 @@ def test_twice_in_a_run_it_mixes_twice():
 
 def test_selective_backprop_chooses_first():
     seen = []
-    algorithms = [cutmix(per_example=True), selective_backprop(0, 1.0, keep=0.5), spy(seen, "before_forward")]
+    algorithms = [cutmix(), selective_backprop(0, 1.0, keep=0.5), spy(seen, "before_forward")]
     step = compose(loop_events, algorithms)
     after = step(step.init(image_state()), image_batch())
     images, mixture = seen[0]

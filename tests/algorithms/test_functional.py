@@ -1,11 +1,10 @@
-"""The overview of the cores matches their signatures, and the page's loop draws again in every batch."""
+"""Methods share their cores, and the page's loop draws again in every batch."""
 
 import dataclasses
 import inspect
 import re
 from typing import Any
 
-import exports
 import pytest
 import torch
 
@@ -18,28 +17,11 @@ from tests import pages
 DOCS = pages.ROOT / "docs"
 
 
-def overview() -> dict[str, list[str]]:
-    """Return the parameters that the docstring shows, by function."""
-    assert functional.__doc__ is not None
-    rows = re.findall(r"^    (\w+)\((.*?)\) -> ", functional.__doc__, re.M)
-    return {name: parameters.split(", ") if parameters else [] for name, parameters in rows}
-
-
-def test_every_core_is_in_the_overview() -> None:
-    assert sorted(overview()) == sorted(exports.public_names(inspect.getsource(functional)))
-
-
-def test_the_overview_shows_parameters_in_their_order() -> None:
-    for name, shown in overview().items():
-        parameters = list(inspect.signature(getattr(functional, name)).parameters)
-        assert parameters[: len(shown)] == shown, name
-
-
-def test_every_method_that_has_a_core_or_a_transform_shares_it_here() -> None:
+def test_every_method_that_has_a_core_shares_it_here() -> None:
     for name in FACTORIES:
         module: Any = inspect.getmodule(FACTORIES[name])
         own = {name for name, member in vars(module).items() if getattr(member, "__module__", "") == module.__name__}
-        cores = {member for member in own if re.fullmatch("[a-z].*_(batch|transform)", member)}
+        cores = {member for member in own if re.fullmatch("[a-z].*_batch", member)}
         assert cores <= set(vars(functional)), name
 
 

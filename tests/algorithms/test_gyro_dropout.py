@@ -223,9 +223,3 @@ def test_activation_checkpointing_computes_the_same_masks_again():
 def test_a_run_of_unknown_length_is_refused_at_init(options, words):
     with pytest.raises(ValueError, match=f"gyro_dropout: expected a run whose length .*{words}.*'500ba'"):
         started(make_net(), gyro_dropout(), **options)
-
-
-def test_a_feature_dim_that_inputs_lack_is_an_error_in_the_first_step():
-    step, state = started(make_net(), gyro_dropout(feature_dim=2))
-    with pytest.raises(ValueError, match=r"feature_dim=2: .* dims 1 to 1 of inputs of shape \(10, 8\)"):
-        step(state, make_batch())

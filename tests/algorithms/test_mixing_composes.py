@@ -30,10 +30,10 @@ ORDERS = [order for length in (2, 3) for order in itertools.permutations(NAMES, 
 Linear = Callable[[Tensor], Tensor]
 
 
-def make_algorithms(order: Sequence[str], **settings: Any) -> list[Algorithm]:
+def make_algorithms(order: Sequence[str], *, per_example: bool = False, **settings: Any) -> list[Algorithm]:
     """Return the methods in this order at AFTER_DATALOADER when there are no passes."""
     made = {
-        "mixup": mixup(0.7, **settings),
+        "mixup": mixup(0.7, per_example=per_example, **settings),
         "cutmix": cutmix(**settings),
         "label_smoothing": label_smoothing(SMOOTHING),
     }
@@ -62,7 +62,7 @@ def dense(targets: Tensor) -> Tensor:
 def mixings(state: State, per_example: bool) -> dict[str, tuple[Linear, Linear]]:
     """Return each method's draws as matrices (N, N) of the examples' weights in images and in targets."""
     one = torch.eye(NUM, dtype=torch.float64)
-    rng, num = state.rng("mixup"), NUM if per_example else None
+    rng = state.rng("mixup")
     place = rng.named("mixing").per_example(torch.arange(NUM)) if per_example else rng.named("mixing")
     share = random.beta(place, 0.7, 0.7, (NUM,) if per_example else ()).double()
     share = torch.minimum(share, 1 - share).expand(NUM)
@@ -70,11 +70,10 @@ def mixings(state: State, per_example: bool) -> dict[str, tuple[Linear, Linear]]
     matrix = (1 - share)[:, None] * one + share[:, None] * one[order]
 
     rng = state.rng("cutmix")
-    boxes = cutmix_box(rng, SIZE, SIZE, num=num).expand(NUM, 4).tolist()
+    top, left, bottom, right = cutmix_box(rng, SIZE, SIZE).tolist()
     partners = random.permutation(rng.named("permutation"), NUM).tolist()
     by_pixel = one[..., None, None].repeat(1, 1, SIZE, SIZE)
-    for i, (top, left, bottom, right) in enumerate(boxes):
-        by_pixel[i, :, top:bottom, left:right] = one[partners[i], :, None, None]
+    by_pixel[:, :, top:bottom, left:right] = one[partners, :, None, None]
     by_area = by_pixel.mean((2, 3))
 
     def in_maps(values: Tensor) -> Tensor:

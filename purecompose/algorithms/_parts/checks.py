@@ -1,10 +1,8 @@
 """Declared settings that several methods have, and checks at INIT: patterns of names, fields of the batch, the loss."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
@@ -71,29 +69,6 @@ def check_can_write(field: batches.Field | None, role: str) -> None:
             f"{role}={field!r} is read-only, but this member of the batch is replaced: expected an index, a name, or "
             "a pair (getter, setter), with setter(batch, value) -> new batch"
         )
-
-
-def check_per_example(loss_fn: Callable[..., Tensor]) -> None:
-    """Raise a `TypeError` for a loss that does not return losses per example, as far as this can be detected.
-
-    In addition to `losses.check_loss`, the loss is called on meta tensors (four examples, three classes): if it returns
-    a scalar for the reduction "none", it ignores the reduction. A loss that does not accept these shapes passes, and
-    raises when it is first used.
-    """
-    losses.check_loss(loss_fn, per_example=True)
-    outputs = torch.empty(4, 3, device="meta")
-    for targets in (outputs, torch.empty(4, dtype=torch.int64, device="meta")):
-        try:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                result = loss_fn(outputs, targets, reduction="none")
-        except Exception:  # noqa: S112 - it may need other shapes, actual values, or weights on another device
-            continue
-        if isinstance(result, Tensor) and result.ndim == 0:
-            raise TypeError(
-                f'expected a loss that gives losses per example for reduction="none", got {loss_fn!r}, which takes '
-                "the argument and still returns a scalar; let it return one loss for each example"
-            )
 
 
 def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
