@@ -3,12 +3,10 @@
 from typing import Annotated
 
 from purecompose._support.checks import shown
-from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.schedule import Schedule, collect, scaled
 from purecompose.schedule.declared import Within, checked
-from purecompose.time import RunLength, Time, TimeUnit
-from purecompose.time.units import snapped
+from purecompose.time import RunLength, Time
 
 
 @checked
@@ -35,8 +33,8 @@ def scale_schedule(
     scaled length, and a run is resumed from it with a state that was created in the same way.
 
     Absolute times are multiplied by the ratio and not rounded; the run's length is rounded down, since a run ends with
-    a whole epoch (or batch, sample, token). Times in fractions of the run change with it. A schedule with a warm-up
-    always uses the scaled length for both.
+    a whole epoch (or batch, sample, token), which cuts the schedules off there. Times in fractions of the run change
+    with it. A schedule with a warm-up always uses the scaled length for both.
 
     Args:
         state: A state at its start, before `step.init` (and `fit`, which calls it), where methods may read the run's
@@ -56,10 +54,6 @@ def scale_schedule(
         TypeError: `state` is not a State, or a setting has the wrong type.
         ValueError: A ratio out of range; a length that would be less than 1; a run that has begun or is initialised;
             nothing to scale; or a schedule around a plain function.
-
-    Warns:
-        UserWarning: The length was rounded, and the optimizer has schedules with absolute times, which therefore do
-            not quite reach their end within the run.
 
     Example:
         >>> import torch, purecompose as pc
@@ -84,7 +78,7 @@ def scale_schedule(
             f"scale_schedule: ratio={ratio:g} has no effect: the state has no duration, and its optimizer has no "
             "schedule with absolute times; give State.create(..., duration='20ep')"
         )
-    duration = None if run.duration is None else _scaled_duration(run.duration, ratio, optimizer)
+    duration = None if run.duration is None else _scaled_duration(run.duration, ratio)
     length = RunLength(duration, run.batches_per_epoch)
     # Drop the old schedules: they are no longer used, and may have no value in a run of another length.
     schedules = collect(optimizer, Schedule)
@@ -104,19 +98,12 @@ def _check_at_start(state: State) -> None:
         )
 
 
-def _scaled_duration(duration: Time, ratio: float, optimizer: object) -> Time:
+def _scaled_duration(duration: Time, ratio: float) -> Time:
     shorter = duration * ratio
     if not shorter:
         unit = duration.unit.value
         raise ValueError(
             f"scale_schedule: {ratio:g} * {duration} is less than 1{unit}, and a run of length 0 trains nothing; give "
             "a larger ratio, or the duration in a smaller unit"
-        )
-    exact = snapped(duration.value * ratio)
-    times = collect(collect(optimizer, Schedule), Time)
-    if shorter.value != exact and any(time and time.unit is not TimeUnit.DURATION for time in times):
-        warn(
-            f"scale_schedule: {ratio:g} * {duration} is {exact:g}{duration.unit.value}, and the run ends after "
-            f"{shorter}: schedules in absolute times are cut off there"
         )
     return shorter

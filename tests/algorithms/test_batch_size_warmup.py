@@ -87,15 +87,6 @@ def test_time_counts_the_loaders_batches():
     assert [(state.timestamp.batch, state.timestamp.sample) for state in states] == [(n, 20 * n) for n in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("duration", "options"), [("10ba", {}), ("2ep", {"batches_per_epoch": 5}), ("200sp", {"batches_per_epoch": None})]
-)
-def test_any_unit_of_a_runs_length_works(duration, options):
-    options = {"batches_per_epoch": None, **options}
-    seen, _ = run([batch_size_warmup(1.0, 0, 2)], state=helpers.make_state(duration=duration, **options))
-    assert sizes_of(seen) == [2, 2, 4, 6, 8, 10, 12, 14, 16, 18]
-
-
 def test_all_per_example_members_are_cut_and_the_others_are_kept():
     batch = {
         "x": BATCH[0],
@@ -133,16 +124,6 @@ def test_it_comes_before_selective_backprop_and_mixing(place):
     assert sizes_of(seen) == [4]  # half of eight
 
 
-def test_one_variant_is_compiled_for_each_size():
-    step = compose(loop_events, [batch_size_warmup(0.5, 0.2, 4)])
-    fast = pc.compile(step, backend="eager", quiet=True)
-    eager = state = step.init(helpers.make_state(duration="20ba"))
-    for _ in range(20):
-        eager, state = step(eager, BATCH), fast(state, BATCH)
-    assert [variant.batch for variant in fast.variants()] == [f"{n}x6 {n}" for n in (4, 8, 12, 16, 20)]
-    torch.testing.assert_close(state.unleased().params, eager.params)
-
-
 def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
     share = pc.schedule.linear(0.125, 1.0, t_max="0.3dur")
     run_length = helpers.make_state(duration="700ba").timestamp.run
@@ -152,9 +133,3 @@ def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
 
 
 # Refused settings
-
-
-@pytest.mark.parametrize("duration", [None, "60sec"])
-def test_a_run_of_unknown_length_is_refused(duration):
-    with pytest.raises(pc.errors.MatchError, match="batch_size_warmup.*duration|batch_size_warmup.*wall-clock"):
-        run([batch_size_warmup()], 1, helpers.make_state(duration=duration))

@@ -10,14 +10,12 @@ from torch import nn
 
 from purecompose import losses, random, tree
 from purecompose.algorithms._cutmix import cutmix, cutmix_batch
-from purecompose.algorithms._selective_backprop import selective_backprop
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.surgery.weights import to_module
-from purecompose.time.event import Event
-from tests.algorithms.method_helpers import LR, make_state, one_step, spy
+from tests.algorithms.method_helpers import LR, make_state, one_step
 
 
 def image_state(net: nn.Module | None = None, **settings: Any) -> State:
@@ -77,47 +75,6 @@ def test_maps_have_no_losses_to_mix():
     with pytest.raises(ValueError, match="interpolate_loss=True: expected one target per image") as caught:
         step(state, image_batch("maps"))
     assert any("cutmix at" in note for note in caught.value.__notes__)
-
-
-def test_images_of_bytes_stay_bytes():
-    seen = []
-    images, targets = image_batch()
-    images = images.mul(50).abs().to(torch.uint8)
-    net = nn.Sequential(nn.Flatten(), Bytes(), nn.Linear(72, 4))
-    step = compose(loop_events, [cutmix(), spy(seen, Event.BATCH_START)])
-    step(step.init(image_state(net)), (images, targets))
-    assert seen[0][0].dtype is torch.uint8 and not torch.equal(seen[0][0], images)
-
-
-class Bytes(nn.Module):
-    def forward(self, images):
-        return images / 255
-
-
-def test_twice_in_a_run_it_mixes_twice():
-    seen = []
-    step = compose(loop_events, [cutmix(name="first"), cutmix(name="second"), spy(seen, "before_forward")])
-    step(step.init(image_state()), image_batch())
-    mixture = seen[0][1]
-    assert len(mixture.targets) == 4
-    torch.testing.assert_close(sum(mixture.weights), torch.ones(8))
-
-
-def test_selective_backprop_chooses_first():
-    seen = []
-    algorithms = [cutmix(), selective_backprop(0, 1.0, keep=0.5), spy(seen, "before_forward")]
-    step = compose(loop_events, algorithms)
-    after = step(step.init(image_state()), image_batch())
-    images, mixture = seen[0]
-    assert len(images) == len(mixture.weights[0]) == 4 and after.loss is not None and after.loss.isfinite()
-
-
-def test_targets_arrive_as_a_mixture_and_evaluation_sees_none():
-    seen = []
-    step = compose(loop_events, [cutmix(), spy(seen, "before_loss", "batch_end")])
-    step(step.init(image_state()), image_batch())
-    assert all(isinstance(targets, Mixture) for _, targets in seen)
-    assert cutmix().events == (Event.INIT, Event.AFTER_DATALOADER)
 
 
 # Errors

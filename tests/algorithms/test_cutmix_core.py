@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from scipy import stats
 from torch import Tensor
 
-from purecompose import losses, random
+from purecompose import random
 from purecompose.algorithms._cutmix import cutmix_batch, cutmix_box
 from purecompose.losses.targets import Mixture
 from purecompose.random import Rng
@@ -130,21 +130,6 @@ def test_partners_that_are_the_examples_change_nothing_and_rows_sum_to_one(seed,
     _, mixture = cutmix_batch(random.key(seed), images, targets, **settings)
     assert isinstance(mixture, Mixture)
     torch.testing.assert_close(mixture.soft(outputs).sum(1), torch.ones(5))
-
-
-@given(SEEDS, SETTINGS, st.sampled_from(["index", "soft"]))
-def test_for_cross_entropy_mixing_losses_is_mixing_targets(seed, settings, kind):
-    generator = torch.Generator().manual_seed(seed % 2**32)
-    images, outputs = make_images((6, 1, 5, 5)), torch.randn(6, 4, generator=generator)
-    targets = torch.randint(4, (6,), generator=generator)
-    if kind == "soft":
-        targets = torch.randn(6, 4, generator=generator).softmax(1)
-    values = []
-    for interpolate_loss in (False, True):
-        _, mixture = cutmix_batch(random.key(seed), images, targets, interpolate_loss=interpolate_loss, **settings)
-        assert isinstance(mixture, Mixture) and mixture.interpolate_loss is interpolate_loss
-        values.append(losses.evaluate_loss(losses.cross_entropy, outputs, mixture))
-    torch.testing.assert_close(*values, rtol=1e-6, atol=1e-6)
 
 
 @given(SEEDS, st.lists(st.integers(0, 5), min_size=4, max_size=4), st.booleans())

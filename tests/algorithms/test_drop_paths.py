@@ -101,11 +101,6 @@ def test_branches_are_dropped_with_the_frequency_of_the_rate(method: Any) -> Non
     torch.testing.assert_close(layer.eval()(ones), 0.75 * ones)
 
 
-def test_the_warning_describes_the_structure_of_blocks() -> None:
-    with pytest.warns(UserWarning, match="drop_path, as in timm"):
-        functional.apply_stochastic_depth(nn.Linear(2, 2))
-
-
 # The real ones
 
 

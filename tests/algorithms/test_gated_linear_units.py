@@ -52,13 +52,6 @@ def gated(state: pc.State, *args: Any, **options: Any) -> pc.State:
     return surgery.operate(state, gated_linear_units_rules(*args, **options), name="glu")[0]
 
 
-def changed(state: pc.State, **params: Tensor) -> pc.State:
-    """Return the state with other values of some of the feed-forward block's parameters."""
-    given = {f"feed_forward.{name.replace('__', '.')}": value for name, value in params.items()}
-    assert given.keys() <= state.params.keys()
-    return state.replace(params={**state.params, **given})
-
-
 def make_inputs(seed: int, *lead: int) -> Tensor:
     return torch.randn(*lead, 4, generator=torch.Generator().manual_seed(seed))
 
@@ -84,44 +77,6 @@ def test_the_block_is_the_formula(act: str, gate_bias: bool, linear_bias: bool, 
     assert expected.numel() == 24
     torch.testing.assert_close(module(input.double()), expected, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(state.forward(input).double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.integers(1, 3), max_size=3))
-def test_any_leading_dims(lead: list[int]) -> None:
-    state, input = gated(make_state()), make_inputs(0, *lead)
-    assert state.forward(input).shape == input.shape
-    rows = state.forward(input.reshape(-1, 4)).reshape(input.shape)
-    torch.testing.assert_close(state.forward(input), rows, rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 99))
-def test_a_closed_gate_leaves_bias_and_residual(seed: int) -> None:
-    state, input = gated(make_state(seed=seed)), make_inputs(seed, 5)
-    state = changed(state, up__linear__weight=torch.zeros(6, 4))
-    expected = torch.layer_norm(state.params["feed_forward.down.bias"] + input, (4,))
-    torch.testing.assert_close(state.forward(input), expected)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 99))
-def test_identity_times_one_is_a_linear_block(seed: int) -> None:
-    state, input = gated(make_state(seed=seed), "identity", non_gated_layer_bias=True), make_inputs(seed, 5)
-    state = changed(state, up__linear__weight=torch.zeros(6, 4), up__linear__bias=torch.ones(6))
-    down, bias, gate = (state.params[f"feed_forward.{name}"] for name in ("down.weight", "down.bias", "up.gate.weight"))
-    expected = torch.layer_norm(input @ gate.T @ down.T + bias + input, (4,))
-    torch.testing.assert_close(state.forward(input), expected, rtol=1e-4, atol=1e-5)
-
-
-@given(st.integers(0, 99), st.floats(-4, 4))
-def test_a_sigmoid_only_shrinks_and_two_linear_layers_are_of_second_order(seed: int, scale: float) -> None:
-    torch.manual_seed(seed)
-    input = make_inputs(seed, 5)
-    unit = GatedLinearUnit(4, 6, nn.Sigmoid())
-    assert bool((unit(input).abs() <= unit.linear(input).abs()).all())
-    bilinear = GatedLinearUnit(4, 6, nn.Identity())
-    torch.testing.assert_close(bilinear(scale * input), scale**2 * bilinear(input), rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_first_layer_is_new() -> None:

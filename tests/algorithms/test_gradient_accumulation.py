@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim, tree
-from purecompose.algorithms._ema import ema
 from purecompose.algorithms._gradient_accumulation import AccumulatedGradients, gradient_accumulation
 from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._sam import sam
@@ -279,41 +278,6 @@ def test_only_a_batch_that_overflows_is_left_out_of_its_group():
     plain = compose(loop_events)
     expected = plain(started(plain, helpers.make_state()), good)
     assert_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
-
-
-def test_without_overflow_loss_scaling_changes_no_bit():
-    plain = compose(loop_events, [gradient_accumulation(2)])
-    scaled = compose(loop_events, [gradient_accumulation(2), alg.loss_scaling()])
-    first, second = started(plain, helpers.make_state()), started(scaled, helpers.make_state())
-    for seed in range(4):
-        batch = helpers.make_batch(num=6 + seed)
-        first, second = plain(first, batch), scaled(second, batch)
-    assert tree.equal((first.params, first.opt_state), (second.params, second.opt_state))
-
-
-def test_averages_are_taken_at_their_interval_in_steps_with_an_update():
-    step = compose(loop_events, [gradient_accumulation(2), ema("4ba", every="2ba")])
-    whole = compose(loop_events, [ema("2ba", every="1ba")])
-    first, second = (started(one, helpers.make_state(wide_net())) for one in (whole, step))
-    for batch in groups():
-        first = whole(first, batch)
-        for part in parts(batch, [6, 6]):
-            second = step(second, part)
-    found, expected = (dict(pc.to_module(one, weights="ema").named_parameters()) for one in (second, first))
-    assert_close(found, expected)
-
-
-def test_the_norm_that_is_reported_is_the_means_and_zero_in_between():
-    step = compose(loop_events, [alg.gradient_norm(), gradient_accumulation(2)])
-    whole = compose(loop_events, [alg.gradient_norm()])
-    (batch,) = groups(1)
-    state, norms = started(step, helpers.make_state(wide_net())), []
-    for part in parts(batch, [6, 6]):
-        state = step(state, part)
-        norms.append(state.metrics["gradient_norm"])
-    expected = whole(started(whole, helpers.make_state(wide_net())), batch).metrics["gradient_norm"]
-    assert norms[0].item() == 0
-    torch.testing.assert_close(norms[1], expected)
 
 
 @pytest.mark.filterwarnings("ignore:gradient_accumulation acts at AFTER_LOSS")

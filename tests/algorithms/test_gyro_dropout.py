@@ -134,14 +134,6 @@ def test_a_step_equals_a_manual_one():
         torch.testing.assert_close(after.params[name], (weight - LR * grad).detach())
 
 
-def test_layers_have_different_masks():
-    masks = [
-        gyro_dropout_mask(random.Rng(random.key(7), draw=random.salt("gyro_dropout", path)), (4, 64))
-        for path in ("1", "3")
-    ]
-    assert rows(masks[0]).isdisjoint(rows(masks[1]))
-
-
 @settings(max_examples=10)
 @given(st.integers(1, 24), st.integers(1, 6), st.data())
 def test_a_run_changes_its_choice_only_at_the_ends_of_periods(total, sigma, data):

@@ -15,7 +15,6 @@ from purecompose import Algorithm, Event, State, compose, loop_events, losses, o
 from purecompose.algorithms._gradient_norm import gradient_norm
 from purecompose.algorithms._layer_freezing import frozen_layers, frozen_share, layer_freezing, layers_of
 from purecompose.algorithms._loss_scaling import loss_scaling
-from purecompose.algorithms._weight_standardization import weight_standardization
 from purecompose.nn import models
 from purecompose.time import Timestamp
 from tests.algorithms import method_helpers as helpers
@@ -169,20 +168,6 @@ def test_a_parametrized_module_with_children_comes_before_them():
     ]
 
 
-def test_the_bias_beside_a_parametrized_weight_in_the_last_layer_trains_to_the_end():
-    net = four_layers()
-    parametrizations.weight_norm(net[6])
-    last = constant_from(run([layer_freezing(0.25)], make_state(net), num=22))  # the last stage is the run's end
-    assert {name for name, number in last.items() if number == 22} == {name for name in last if name.startswith("6.")}
-
-
-def test_standardized_convolutions_stay_the_same_layers():
-    state = make_state(models.build("cnn", in_shape=(3, 8, 8), num_classes=10, seed=0))
-    changed = compose(loop_events, [weight_standardization()]).init(state)
-    assert changed.model != state.model
-    assert layers_of(changed.model.module) == layers_of(state.model.module)
-
-
 @pytest.mark.parametrize("name", ["cnn", "resnet20", "gpt"])
 def test_every_parameter_is_in_one_layer_by_the_states_name(name):
     net = models.build(name, in_shape=(8,) if name == "gpt" else (3, 8, 8), num_classes=10, seed=0)
@@ -193,16 +178,6 @@ def test_every_parameter_is_in_one_layer_by_the_states_name(name):
 
 
 # In a run
-
-
-def test_frozen_layers_stay_bit_for_bit_and_the_others_train():
-    states = run([layer_freezing(num_stages=None)], make_state())
-    # Of three layers, floor(3 u): from u = 1/3 and 2/3 on, that is from batches 14 and 17 of 20.
-    found = constant_from(states)
-    assert [{found[name] for name in layer} for layer in LAYERS] == [{14}, {17}, {20}, {20}]
-    for name in LAYERS[0]:  # their momentum is kept
-        assert torch.equal(states[14].opt_state["momentum"][name], states[20].opt_state["momentum"][name])
-        assert states[14].opt_state["momentum"][name].abs().max() > 0
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -371,25 +346,6 @@ def test_a_compiled_step_has_a_variant_for_each_depth(donate):
     assert len(sizes) == 3 and sizes[0] > sizes[1] > sizes[2]
 
 
-class OfUnknownLength:
-    """A loader of three batches without `__len__`."""
-
-    def __iter__(self):
-        return iter([BATCH] * 3)
-
-
-@pytest.mark.filterwarnings("ignore:epochs have no known length")
-def test_in_epochs_of_unknown_length_the_depth_changes_at_their_ends():
-    depths: list[int] = []
-    look = Algorithm("look", on(Event.BATCH_END), lambda _, s: depths.append(int(s.metrics["d/layers_frozen"])) or s)
-    pc.fit(
-        compose(loop_events, [layer_freezing(0, num_stages=None, name="d"), look]),
-        make_state(duration="4ep"),
-        OfUnknownLength(),
-    )
-    assert depths == [0] * 6 + [1] * 3 + [2] * 3  # floor(3 / 4), floor(6 / 4), floor(9 / 4)
-
-
 # Refused settings
 
 
@@ -402,9 +358,3 @@ def test_a_player_with_all_layers_frozen_is_an_error():
         state = step(state, BATCH)
     with pytest.raises(ValueError, match=r"wrt='0\.\*' matches no trainable parameter"):
         step(state, BATCH)
-
-
-@pytest.mark.parametrize("duration", [None, "60sec"])
-def test_a_run_of_unknown_length_is_refused(duration):
-    with pytest.raises(pc.errors.MatchError, match="layer_freezing.*duration|layer_freezing.*wall-clock"):
-        run([layer_freezing()], make_state(duration=duration), 1)

@@ -92,22 +92,6 @@ def test_the_points_between_are_exact_at_both_ends():
         pull_back({"v": torch.ones(1)}, fast, 0.5)
 
 
-def test_parameters_frozen_later_are_unchanged():
-    step = compose(loop_events, [lookahead(0.5, 2)])
-    state = step(started(step, helpers.make_state()), BATCHES[0])
-    frozen = state.replace(frozen=("0.weight",))
-    for batch in BATCHES[1:4]:
-        frozen = step(frozen, batch)
-    assert torch.equal(frozen.params["0.weight"], state.params["0.weight"])
-    assert not torch.equal(frozen.params["0.bias"], state.params["0.bias"])
-    # When thawed, it continues from there: half of one step's change remains.
-    thawed = frozen.replace(frozen=())
-    plain = compose(loop_events)(thawed, BATCHES[4])
-    later = compose(loop_events, [lookahead(0.5, 1)])(thawed, BATCHES[4])
-    expected = (state.params["0.weight"] + plain.params["0.weight"]) / 2
-    torch.testing.assert_close(later.params["0.weight"], expected)
-
-
 def test_the_slot_begins_with_the_weights_at_init():
     state = compose(loop_events, [lookahead()]).init(helpers.make_state())
     assert tree.equal(slow_of(state), state.params)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
 from purecompose.algorithms._loss_scaling import LossScale, loss_scaling, next_scale
-from purecompose.optim.guarded import Guarded
 from tests.algorithms import method_helpers as helpers
 
 
@@ -121,14 +120,6 @@ def test_powers_of_two_change_no_bit(microbatches):
         first, second = plain(first, batch), scaled(second, batch)
         assert tree.equal((first.params, first.opt_state, first.loss), (second.params, second.opt_state, second.loss))
     assert scale_of(second) == 2.0**17
-
-
-def test_another_scale_rounds_and_no_more():
-    plain, scaled = made(), made(loss_scaling(1000.7))
-    expected = plain(helpers.make_state(), BATCH)
-    found = scaled(scaled.init(helpers.make_state()), BATCH)
-    for name, param in expected.params.items():
-        torch.testing.assert_close(found.params[name], param, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -278,12 +269,6 @@ def test_fp16_finds_its_scale_by_itself():
 
 
 # Settings and INIT
-
-
-def test_init_guards_the_optimizer_once():
-    once = made(loss_scaling()).init(helpers.make_state())
-    twice = made(loss_scaling(name="another")).init(once)
-    assert once.optimizer == twice.optimizer == Guarded(helpers.make_state().optimizer)
 
 
 def test_an_optimizer_put_in_after_init_is_refused():

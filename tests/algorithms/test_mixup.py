@@ -7,14 +7,11 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from purecompose import losses, random, tree
-from purecompose.algorithms._label_smoothing import label_smoothing
 from purecompose.algorithms._mixup import mixup, mixup_batch
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
-from purecompose.losses.targets import Mixture
 from purecompose.schedule import hparam, linear
 from purecompose.surgery.weights import to_module
-from purecompose.time.event import Event
 from tests.algorithms.method_helpers import LR, make_batch, make_state, spy
 
 
@@ -96,14 +93,6 @@ def test_alpha_of_zero_is_the_identity(alpha):
     assert torch.equal(mixture.soft(torch.zeros(10, 4)), F.one_hot(targets, 4).float())
 
 
-@given(st.floats(0, 1))
-def test_partners_that_are_the_examples_change_nothing(mixing):
-    inputs, targets = make_batch()
-    mixed, mixture = mixup_batch(None, inputs, targets, mixing=mixing, indices=torch.arange(10))
-    assert torch.equal(mixed, inputs)
-    torch.testing.assert_close(mixture.soft(torch.zeros(10, 4)), F.one_hot(targets, 4).float())
-
-
 def test_a_share_of_one_is_exactly_the_partner():
     inputs, targets = make_batch()
     order = torch.arange(10).flip(0)
@@ -130,16 +119,6 @@ def test_half_precision_mixes_without_rounding_the_share():
     assert mixed[0] == (share * 129).to(torch.bfloat16) and mixture.weights[1][0] == share
 
 
-def test_mixing_twice_gives_four_terms():
-    inputs, targets = make_batch()
-    order = torch.arange(10).roll(1)
-    _, once = mixup_batch(None, inputs, targets, mixing=0.25, indices=order)
-    _, twice = mixup_batch(None, inputs, once, mixing=0.5, indices=order)
-    hot = F.one_hot(targets, 4).float()
-    one = 0.75 * hot + 0.25 * hot[order]
-    torch.testing.assert_close(twice.soft(torch.zeros(10, 4)), 0.5 * one + 0.5 * one[order])
-
-
 # In a step
 
 
@@ -154,19 +133,6 @@ def test_step_is_the_closed_form(kind, interpolate_loss):
     torch.testing.assert_close(after.params, params)
 
 
-@pytest.mark.parametrize("kind", ["index", "soft"])
-@pytest.mark.parametrize("is_mixup_first", [True, False])
-@pytest.mark.parametrize("interpolate_loss", [True, False])
-def test_with_label_smoothing_in_either_order_it_is_the_closed_form(kind, is_mixup_first, interpolate_loss):
-    both = [mixup(interpolate_loss=interpolate_loss), label_smoothing(0.1)]
-    step = compose(loop_events, both if is_mixup_first else both[::-1])
-    state, batch = step.init(make_state()), make_batch(kind)
-    after = step(state, batch)
-    loss, params = imperative_step(state, batch, *drawn_by(state), smoothing=0.1)
-    torch.testing.assert_close(after.loss, loss)
-    torch.testing.assert_close(after.params, params)
-
-
 def test_interpolated_losses_differ_from_soft_targets_for_nonlinear_losses():
     order, inputs = torch.tensor([1, 0]), torch.zeros(2, 1)
     targets = torch.tensor([[0.0], [2.0]])
@@ -174,14 +140,6 @@ def test_interpolated_losses_differ_from_soft_targets_for_nonlinear_losses():
         _, mixture = mixup_batch(None, inputs, targets, mixing=0.25, indices=order, interpolate_loss=interpolate_loss)
         outputs = torch.tensor([[0.0], [2.0]])
         assert losses.evaluate_loss(losses.mse, outputs, mixture).item() == pytest.approx(expected)
-
-
-def test_targets_arrive_as_a_mixture_and_evaluation_sees_none():
-    seen = []
-    step = compose(loop_events, [mixup(), spy(seen, "before_loss", "batch_end")])
-    step(step.init(make_state()), make_batch())
-    assert all(isinstance(targets, Mixture) for _, targets in seen)
-    assert not any(event.name.startswith(("EVAL", "PREDICT")) for event in mixup().events)
 
 
 def test_members_of_dict_batches_are_named_by_keys():
@@ -281,17 +239,6 @@ def test_a_step_names_the_member_that_does_not_fit():
         wrong(wrong.init(make_state()), {"x": torch.zeros(2, 2)})
 
 
-@pytest.mark.parametrize("num_targets", [3, 5])
-def test_a_step_names_the_lengths_of_inputs_and_targets_that_differ(num_targets):
-    step = compose(loop_events, [mixup()])
-    inputs, targets = make_batch()
-    batch = (inputs[:4], targets.repeat(2)[:num_targets])
-    with pytest.raises(ValueError, match=rf"4 \(by batch\[0\]\) or {num_targets} \(by batch\[1\]\)"):
-        step(step.init(make_state()), batch)
-    with pytest.raises(ValueError, match=f"got inputs of 4 examples and targets of {num_targets}"):
-        mixup_batch(random.key(0), *batch)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_step_refuses_what_looks_like_token_ids(dtype):
     ids = torch.zeros(2, 3, dtype=dtype)
@@ -301,24 +248,8 @@ def test_a_step_refuses_what_looks_like_token_ids(dtype):
         step(step.init(make_state(net)), (ids, torch.tensor([0, 1])))
 
 
-def test_images_of_bytes_are_mixed_in_a_step():
-    seen = []
-    step = compose(loop_events, [mixup(), spy(seen, Event.BATCH_START)])
-    inputs, targets = make_batch()
-    step(step.init(make_state()), (inputs.mul(10).abs().to(torch.uint8), targets))
-    assert seen[0][0].dtype is torch.float32
-
-
 def read_first(batch):
     return batch[0]
-
-
-@pytest.mark.parametrize(
-    "keys", [{"input_field": read_first}, {"target_field": read_first}, {"input_field": [0, read_first]}]
-)
-def test_read_only_keys_are_refused_when_built(keys):
-    with pytest.raises(TypeError, match=f"{next(iter(keys))}=.*is read-only.*getter, setter"):
-        mixup(**keys)
 
 
 @pytest.mark.parametrize("role", ["input_field", "target_field"])

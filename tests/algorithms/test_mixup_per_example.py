@@ -11,7 +11,6 @@ from purecompose.algorithms._mixup import mixup, mixup_batch
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.random import Rng
-from purecompose.schedule import hparam
 from purecompose.surgery.weights import to_module
 from tests.algorithms.method_helpers import LR, make_batch, make_state
 
@@ -70,14 +69,6 @@ def test_given_shares_are_taken(shares, dtype):
     assert torch.equal(mixture.weights[1], torch.tensor(shares))
 
 
-@given(st.sampled_from([0, 0.0, torch.tensor(0.0)]), SEEDS)
-def test_alpha_of_zero_is_the_identity(alpha, seed):
-    inputs, targets = make_batch()
-    mixed, mixture = mixup_batch(random.key(seed), inputs, targets, alpha=alpha, per_example=True)
-    assert torch.equal(mixed, inputs)
-    assert torch.equal(mixture.soft(torch.zeros(10, 4)), F.one_hot(targets, 4).float())
-
-
 @pytest.mark.parametrize("kind", ["index", "soft"])
 @given(seed=SEEDS, interpolate_loss=st.booleans(), microbatches=st.sampled_from([1, 3, 10]))
 def test_a_step_is_the_closed_form(kind, seed, interpolate_loss, microbatches):
@@ -96,9 +87,3 @@ def test_a_step_is_the_closed_form(kind, seed, interpolate_loss, microbatches):
     torch.testing.assert_close(after.loss, loss.detach())
     for (name, param), grad in zip(net.named_parameters(), grads, strict=True):
         torch.testing.assert_close(after.params[name], (param - LR * grad).detach())
-
-
-def test_an_hparam_of_zero_does_not_mix():
-    step, batch = compose(loop_events, [mixup(hparam("alpha", 0.0), per_example=True)]), make_batch()
-    after = step(step.init(make_state()), batch)
-    torch.testing.assert_close(after.params, compose(loop_events)(make_state(), batch).params)

@@ -196,15 +196,6 @@ def test_examples_of_a_loss_per_token_count_the_same():
     assert_close(grads_of(found), expected)
 
 
-def test_frozen_parameters_have_no_gradient_and_no_part_in_the_norm():
-    net, (inputs, targets) = mlp(), wide(helpers.make_batch())
-    next(net.parameters()).requires_grad_(False)
-    each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(10)]
-    found = grads_of(ended([per_example_clipping(0.3)], helpers.make_state(net), (inputs, targets)))
-    assert "0.weight" not in found
-    assert_close(found, by_hand(net, each, 0.3)[0])
-
-
 class OwnLoss(nn.Module):
     """A model that computes its loss, one number for the batch, from labels among its inputs."""
 
@@ -396,16 +387,6 @@ def test_networks_that_vmap_refuses_get_an_error_with_a_remedy():
 
 
 # Order and settings
-
-
-def test_accumulated_it_is_the_mean_over_the_batches():
-    step = compose(loop_events, [gradient_accumulation(2), per_example_clipping(0.3)])
-    batch = wide(helpers.make_batch())
-    start = step.init(helpers.make_state(mlp()))
-    once = step(start, batch)
-    assert tree.diff(once.params, start.params) == []
-    alone = compose(loop_events, [per_example_clipping(0.3)])
-    assert_close(step(once, batch).params, alone(alone.init(helpers.make_state(mlp())), batch).params)
 
 
 @pytest.mark.parametrize("is_reversed", [True, False])

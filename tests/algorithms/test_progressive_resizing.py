@@ -77,19 +77,6 @@ def test_a_run_of_unknown_length_is_refused(duration):
         step(step.init(make_state(duration)), make_batch())
 
 
-def test_one_variant_is_compiled_for_each_size():
-    step = compose(loop_events, [progressive_resizing("crop", delay_fraction=0)])
-    fast = pc.compile(step, backend="eager", quiet=True)
-    eager = state = step.init(make_state("40ba"))
-    seen = set()
-    for _ in range(40):
-        eager, state = step(eager, make_batch()), fast(state, make_batch())
-        seen.add(int(eager.metrics.get("progressive_resizing/height", torch.tensor(32))))
-    assert seen == {16, 20, 24, 28, 32}
-    assert len(fast.variants()) == len(seen)  # the full-size images of the last part add no variant
-    torch.testing.assert_close(state.unleased().params, eager.params)
-
-
 def test_masks_in_a_step_and_members_by_key():
     class Pixels(nn.Module):
         def __init__(self):

@@ -90,15 +90,6 @@ def test_sides_are_the_nearest_multiples_that_fit(height, width, scale, incremen
             assert abs(new - wanted) <= increment / 2 + 1e-9
 
 
-@given(SIDES, st.tuples(SCALES, SCALES).map(sorted), INCREMENTS)
-def test_sides_grow_with_the_scale(side, scales, increment):
-    small, large = (
-        resize_batch(None, torch.zeros(1, 1, side, side), None, scale, size_increment=increment)[0].shape[-1]
-        for scale in scales
-    )
-    assert small <= large
-
-
 @pytest.mark.parametrize("scale", [1, 1.0, 1.5])
 @pytest.mark.parametrize("mode", ["resize", "crop"])
 def test_a_scale_of_one_returns_the_very_same_objects(scale, mode):
@@ -231,13 +222,6 @@ def test_bad_arguments_of_the_core_are_refused():
         resize_batch(KEY, images, torch.arange(2), 0.5, resize_targets=True)
     with pytest.raises(ValueError, match="mode: expected 'resize' or 'crop', got 'pad'"):
         resize_batch(KEY, images, None, 2, mode="pad")  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(("elapsed", "error"), [(-0.5, ValueError), ("half", TypeError), (float("nan"), ValueError)])
-def test_a_point_of_the_run_is_a_number_from_0(elapsed, error):
-    with pytest.raises(error, match="progressive_scale: elapsed"):
-        progressive_scale(elapsed)
-    assert progressive_scale(1.5) == progressive_scale(1)  # training may continue
 
 
 def test_whole_numbers_of_32_bits_keep_their_value_and_complex_ones_are_refused():

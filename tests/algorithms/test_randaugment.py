@@ -54,17 +54,6 @@ def test_amounts_follow_the_table(severity: float, share: float, is_up: bool) ->
         assert got == pytest.approx(amount, rel=1e-5, abs=1e-6), name
 
 
-@given(st.floats(0, 10), st.floats(0, 1, exclude_max=True), st.booleans())
-def test_amounts_stay_within_their_bounds(severity: float, share: float, is_up: bool) -> None:
-    amounts = {name: PRIMITIVES[name].amount(strength(severity, share, is_up)).item() for name in NAMES}
-    severity *= 1 + 1e-6  # amounts are float32
-    assert abs(amounts["rotate"]) <= 3 * severity
-    assert abs(amounts["shear_x"]) <= 0.03 * severity + 1e-6
-    assert amounts["posterize"] >= 8 - int(0.4 * severity)
-    assert abs(amounts["translate_x"]) <= severity / 30 * 30 + 1e-6
-    assert 0.099 <= amounts["color"] <= max(1, severity) and 0.099 <= amounts["color_original"] <= 1.9001
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_no_severity_is_the_identity(name: str) -> None:
     levels = make_images().float()
@@ -100,15 +89,6 @@ def test_floats_stay_in_their_range(seed: int, dtype: torch.dtype) -> None:
     changed = randaugment_batch(random.key(seed), batch)
     assert changed.dtype == dtype
     assert changed.min() >= batch.min() - 1e-2 and changed.max() <= batch.max() + 1e-2
-
-
-@given(SEEDS, st.floats(0, 10))
-def test_the_original_set_changes_images_and_stays_in_their_range(seed: int, severity: float) -> None:
-    batch = make_images(dtype=torch.float32)
-    settings = {"severity": severity, "augmentation_set": "original", "value_range": (0.0, 1.0)}
-    changed = randaugment_batch(random.key(seed), batch, **settings)
-    assert changed.shape == batch.shape and 0 <= changed.min() and changed.max() <= 1
-    assert severity < 1 or not torch.equal(changed, batch)
 
 
 @given(SEEDS, st.integers(0, 10))

@@ -1,7 +1,5 @@
 """SAM against closed forms and torch's optimizers, and with draws, slices, statistics, loss scales, resuming."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,6 @@ from purecompose.algorithms._sam import perturb_params, sam
 from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad
 from tests.algorithms import method_helpers as helpers
-from tests.sampling import one_in
 
 
 BATCH = helpers.make_batch()
@@ -154,11 +151,6 @@ def test_the_norm_has_epsilon_added():
     torch.testing.assert_close(there["w"], torch.tensor([0.3, 0.4], dtype=torch.float64))
 
 
-def test_a_gradient_without_a_parameter_is_an_error():
-    with pytest.raises(KeyError, match="v"):
-        perturb_params({"w": torch.ones(1)}, {"v": torch.ones(1)})
-
-
 def test_half_precision_weights_keep_their_dtype_and_their_norm_its_range():
     grads = {"w": torch.full((100,), 6e4, dtype=torch.float16)}  # their norm exceeds float16
     there = perturb_params({"w": torch.zeros(100, dtype=torch.float16)}, grads, 1.0)["w"]
@@ -192,20 +184,6 @@ def test_a_loss_of_exactly_zero_is_a_loss():
     after = step(state, BATCH)
     assert after.loss is not None and after.loss.item() == 0
     torch.testing.assert_close(after.params["w"], 0.95 * state.params["w"])
-
-
-def test_frozen_parameters_stay_and_do_not_count():
-    net = wide_net()
-    names = ["0.bias", "3.weight", "3.bias"]
-    net.get_parameter("0.weight").requires_grad_(False)
-    step = compose(loop_events, [sam(RHO)])
-    state = step.init(helpers.make_state(net))
-    grads, _, _ = two_gradients(plain_loss(net), dict(net.named_parameters()), names=names)
-    after = step(state, wide_batch())
-    assert torch.equal(after.params["0.weight"], state.params["0.weight"])
-    for name in names:
-        expected = state.params[name] - helpers.LR * grads[name]
-        torch.testing.assert_close(after.params[name], expected, rtol=1e-12, atol=1e-12)
 
 
 # Intervals
@@ -281,17 +259,6 @@ def test_the_loss_is_that_at_the_weights_and_others_see_the_second_gradient():
     grads, loss, _ = two_gradients(plain_loss(net), dict(net.named_parameters()))
     norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
     torch.testing.assert_close((after.loss, after.metrics["gradient_norm"]), (loss, norm))
-
-
-def test_memory_of_other_methods_counts_the_step_once():
-    """Methods inside the gradient act twice; their slots from the second time are discarded."""
-
-    def count(event, state):
-        count = torch.zeros(()) if event is Event.INIT else state.slots["count"] + 1
-        return state.replace(slots={**state.slots, "count": count})
-
-    counter = pc.Algorithm("count", pc.on(Event.INIT, Event.AFTER_LOSS), count)
-    assert helpers.one_step([counter, sam(0.5)], helpers.make_state(), BATCH).slots["count"].item() == 1
 
 
 # With other methods
@@ -388,20 +355,6 @@ def test_a_model_may_compute_its_loss_and_batches_may_be_dictionaries():
 
 
 # rho
-
-
-@pytest.mark.parametrize("microbatches", one_in(2, [2, 1]))
-def test_the_second_gradient_crosses_the_boundary_of_compiled_parts(microbatches):
-    """If algorithms before the gradient vary too, the parts are compiled separately."""
-    mixup = alg.mixup(0.3)
-    mixup = dataclasses.replace(mixup, match=mixup.predicate & (pc.on(Event.INIT) | pc.every(3)))
-    step = compose(loop_events, [sam(0.5, every=2), mixup], microbatches=microbatches)
-    fast = pc.compile(step, backend="eager", quiet=True)
-    first = second = started(step, helpers.make_state(wide_net(dropout=0.3).float()))
-    for _ in range(6):
-        first, second = step(first, BATCH), fast(second, BATCH)
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5))
-    assert len({variant.segment for variant in fast.variants()}) > 1
 
 
 # Settings

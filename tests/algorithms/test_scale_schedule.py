@@ -11,7 +11,6 @@ import purecompose as pc
 from purecompose import Checkpoints, State, compose, fit, loop_events, optim, schedule, training
 from purecompose.algorithms import gyro_dropout, loss_scaling, mixup
 from purecompose.algorithms._scale_schedule import scale_schedule
-from purecompose.observers import History
 from purecompose.time import RunLength
 from tests.helpers import assert_same, make_batches, make_mlp, make_state, run_steps
 
@@ -141,22 +140,6 @@ def test_a_warm_up_and_an_absolute_end_both_work_in_a_shorter_run(t_max: str) ->
     assert found[3] == 1 and found[-1] == 0 and len(found) == 17
 
 
-def test_a_warm_up_that_is_too_long_for_the_unscaled_run_is_accepted() -> None:
-    """It has 10 of 8 batches before, and 5 of 16 after stretching the run; the schedule before is never evaluated."""
-    state = scale_schedule(start(schedule.cosine(warmup="10ba"), "8ba"), 2)
-    assert rates(state)[10] == 1
-    assert state.context.schedules == (schedule.cosine(warmup="10ba"),)
-    short = scale_schedule(start(schedule.cosine(warmup="10ba")), 0.25, scale_warmup=True)
-    assert rates(short)[2:4] == pytest.approx([0.8, rate(start(schedule.cosine(warmup="10ba")), 12)])
-    assert len(short.context.schedules) == 1
-
-
-def test_short_schedules_keep_their_steps() -> None:
-    state = scale_schedule(start(schedule.multi_step(["1ep", "2ep", "3ep"], 0.5), "4ep"), 0.25)
-    assert rates(state) == [1, 0.5, 0.25, 0.125, 0.125]
-    assert rates(scale_schedule(start(schedule.cosine_warm_restarts("1ep"), "8ep"), 0.25)) == [1.0] * 9
-
-
 def test_it_happens_once_however_the_run_continues(tmp_path: pathlib.Path) -> None:
     step, folder = compose(loop_events, [mixup(0.2)]), tmp_path / "run"
     checkpoints = Checkpoints(folder, every="1ba", keep=None, background=False)
@@ -196,27 +179,10 @@ def test_the_given_state_is_unchanged_and_the_rest_is_shared() -> None:
     assert state.context.schedules == (schedule.step("2ep"),)
 
 
-def test_it_works_in_a_plain_loop() -> None:
-    step = compose(loop_events)
-    state = step.init(scale_schedule(start(0.1 * schedule.linear(t_max="8ep")), 0.5))
-    while not state.timestamp.is_finished():
-        for batch in BATCHES:
-            state = step(state, batch)
-    assert state.timestamp.epoch == 4 and rate(state) == 0
-    assert_same(state, fit(step, scale_schedule(start(0.1 * schedule.linear(t_max="8ep")), 0.5), BATCHES))
-
-
 def test_the_duration_given_to_fit_is_that_of_the_whole_run() -> None:
     state = scale_schedule(start(schedule.sequence([schedule.cosine(), 0.5], ["4ep"])), 0.5)
     found = rates(state, duration="3ep")
     assert len(found) == 13 and found[8:] == [0.5] * 5
-
-
-def test_a_state_that_learns_the_length_of_its_epochs_later() -> None:
-    state = make_state(optimizer=optim.sgd(schedule.step("3ep", warmup="2ba")), duration="8ep")
-    history = History()
-    end = fit(compose(loop_events), scale_schedule(state, 0.5), BATCHES, observers=[history])
-    assert end.timestamp.batch == 16 and rate(end) == pytest.approx(0.01)
 
 
 def test_methods_that_read_the_runs_length_at_init_read_the_new_one() -> None:
@@ -287,11 +253,3 @@ def test_an_initialised_state_is_refused() -> None:
     with pytest.raises(ValueError, match="INIT is over for gyro_dropout.*before step.init"):
         scale_schedule(step.init(start(dropout=0.5)), 0.5)
     assert scale_schedule(compose(loop_events).init(start()), 0.5).timestamp.run.duration == pc.time.Time(4, "ep")
-
-
-def test_a_length_that_is_rounded_leaves_absolute_times_behind() -> None:
-    with pytest.warns(UserWarning, match=r"0.5 \* 3ep is 1.5ep, and the run ends after 1ep"):
-        state = scale_schedule(start(schedule.linear(t_max="3ep"), "3ep"), 0.5)
-    assert rate(state, 4) == pytest.approx(1 / 3)
-    scale_schedule(start(schedule.linear(), "3ep"), 0.5)  # no warning
-    scale_schedule(start(schedule.linear(t_max="10ep"), "10ep"), 0.7)  # 7.000000000000001 is whole

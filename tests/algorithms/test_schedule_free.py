@@ -133,13 +133,6 @@ def test_with_beta_0_training_is_the_plain_one():
     assert_close(ours.params, plain.params, rtol=1e-12, atol=1e-14)
 
 
-def test_parameters_are_always_between_z_and_x():
-    for state in states_after(schedule_free(0.8), cnn_state(optimizer=optim.sgd(0.1)), BATCHES)[1:]:
-        own = state.slots["schedule_free"]
-        between = {name: 0.2 * z + 0.8 * own.averages.params[name] for name, z in own.base.items()}
-        assert_close(state.params, between, rtol=1e-5, atol=1e-6)
-
-
 def test_a_rate_of_zero_moves_nothing():
     states = states_after(schedule_free(), make_state(optimizer=optim.sgd(0.0), batches_per_epoch=4), make_batches(3))
     assert_same(states[-1].params, states[0].params)
@@ -251,13 +244,6 @@ def test_a_step_that_is_skipped_changes_nothing_of_it(guard):
     assert not torch.equal(step(state, BATCHES[3]).params["0.weight"], state.params["0.weight"])
 
 
-def test_layers_frozen_during_the_run_are_unchanged():
-    methods = [alg.layer_freezing(0.0, 1.0, num_stages=None), schedule_free()]
-    states = states_after(methods, cnn_state(optimizer=optim.sgd(0.1)), BATCHES)
-    for earlier, later in zip(states[4:-1], states[5:], strict=True):
-        assert torch.equal(earlier.params["0.weight"], later.params["0.weight"])
-
-
 @pytest.mark.parametrize("turn", [1, -1])
 def test_other_averages_come_after_it(turn):
     step = compose(loop_events, [alg.ema(smoothing=0.0), schedule_free()][::turn])
@@ -286,23 +272,3 @@ def test_momentum_is_warned_about_once_at_init(optimizer):
         ) as seen:
             compose(loop_events, algorithms).init(make_state(optimizer=optimizer))
         assert len(seen) == 1
-
-
-def momentum_move(rate: float, momentum: float) -> Move:
-    """Return the update of gradient descent with momentum."""
-    buffers: dict[int, Tensor] = {}
-
-    def move(y: Params, grads: Params, at: int) -> Params:
-        for index, g in enumerate(grads):
-            buffers[index] = momentum * buffers[index] + g if at else g
-        return [-rate * buffers[index] for index in range(len(y))]
-
-    return move
-
-
-@pytest.mark.filterwarnings("ignore:schedule_free")
-def test_momentum_of_the_optimizer_acts_beside_beta():
-    end = states_after(schedule_free(), double_state(optim.sgd(0.1, momentum=0.9)), DOUBLE)[-1]
-    y, x = by_hand(0.9, momentum_move(0.1, 0.9), lambda at: 0.1)
-    assert_close(end.params, y, rtol=1e-10, atol=1e-12)
-    assert_close(averages_of(end, "schedule_free"), x, rtol=1e-10, atol=1e-12)

@@ -3,7 +3,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import purecompose as pc
 from purecompose import losses
 from purecompose.algorithms._seq_length_warmup import seq_length_warmup
 from purecompose.core.algorithm import Algorithm
@@ -78,44 +77,6 @@ def test_a_step_is_gradient_descent_on_the_shortened_batch(truncate):
 def test_time_counts_the_loaders_batches(truncate):
     _, states = run(seq_length_warmup(1.0, 4, 16, truncate=truncate), make_state(), make_batch(), 3)
     assert [(s.timestamp.sample, s.timestamp.token) for s in states] == [(4 * n, 64 * n) for n in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("duration", "options"), [("10ba", {}), ("2ep", {"batches_per_epoch": 5}), ("40sp", {}), ("640tok", {})]
-)
-def test_any_unit_of_a_runs_length_works(duration, options):
-    seen, _ = run(seq_length_warmup(0.6, 2, 14, 2), make_state(duration, **options), make_batch(), 10)
-    lengths = [batch["input_ids"].shape[1] for batch in seen]
-    assert lengths == [2, 4, 6, 8, 10, 12, 14, 14, 14, 14]
-
-
-@pytest.mark.parametrize("duration", [None, "60sec"])
-def test_a_run_of_unknown_length_is_refused(duration):
-    with pytest.raises(ValueError, match="no duration|wall-clock") as caught:
-        run(seq_length_warmup(), make_state(duration), make_batch(), 1)
-    assert any("seq_length_warmup at" in note for note in caught.value.__notes__)
-
-
-def test_one_variant_is_compiled_for_each_length():
-    step = compose(loop_events, [seq_length_warmup(0.5, 4, 16, 4)])
-    fast = pc.compile(step, backend="eager", quiet=True)
-    eager = state = step.init(make_state("20ba"))
-    for _ in range(20):
-        eager, state = step(eager, make_batch()), fast(state, make_batch())
-    assert [variant.batch for variant in fast.variants()] == [f"4x{n} 4x{n}" for n in (4, 8, 12, 16)]
-    torch.testing.assert_close(state.unleased().params, eager.params)
-    for length in (13, 14, 15):  # the original length adds no variant
-        state = fast(state.replace(timestamp=state.timestamp.replace(batch=4)), make_batch(length))
-        assert len(fast.variants()) == 4
-
-
-def test_too_many_lengths_exceed_the_variant_limit():
-    step = compose(loop_events, [seq_length_warmup(1.0, 1, 16, 1)])
-    fast = pc.compile(step, backend="eager", quiet=True, max_variants=3)
-    state = step.init(make_state("16ba"))
-    with pytest.raises(pc.errors.VariantLimitError, match="the batch came in 4 forms"):
-        for _ in range(16):
-            state = fast(state, make_batch())
 
 
 def test_a_model_with_its_own_loss_sees_ids_and_labels_cut_alike():

@@ -64,38 +64,6 @@ def test_the_layer_is_the_formula(seed, shape, latent):
     assert (single.double() - expected).norm() <= 1e-6 * expected.norm()
 
 
-@given(SEEDS, SHAPES)
-def test_attention_is_between_0_and_1_and_keeps_signs(seed, shape):
-    images = drawn(seed, *shape)
-    share = layer_of(seed, shape[1])(images) / images
-    assert ((share > 0) & (share < 1)).all()
-    torch.testing.assert_close(share, share[..., :1, :1].expand_as(share))  # one number per channel
-
-
-@given(SEEDS, SHAPES, st.randoms(use_true_random=False))
-def test_permuting_positions_permutes_the_output(seed, shape, shuffler):
-    images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
-    order = list(range(shape[2] * shape[3]))
-    shuffler.shuffle(order)
-    moved = images.flatten(2)[..., order].view(shape)
-    torch.testing.assert_close(layer(moved), layer(images).flatten(2)[..., order].view(shape))
-
-
-@given(SEEDS, SHAPES)
-def test_examples_do_not_influence_each_other(seed, shape):
-    images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
-    others = torch.cat([images[:1], drawn(seed + 100, *shape)])
-    torch.testing.assert_close(layer(others)[0], layer(images)[0])
-
-
-@given(SEEDS, SHAPES)
-def test_a_zero_second_weight_halves_the_input(seed, shape):
-    images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
-    with torch.no_grad():
-        layer.excite.weight.zero_()
-    assert torch.equal(layer(images), images / 2)
-
-
 @pytest.mark.parametrize(
     ("latent", "channels", "width"),
     [(64, 8, 64), (1, 8, 1), (1.0, 8, 1), (0.5, 8, 4), (0.99, 8, 7), (0.01, 16, 1), (0.29, 100, 29), (0.125, 128, 16)],

@@ -21,14 +21,11 @@ from purecompose.time import RunLength, Timestamp
 from tests.algorithms.averaging_checks import (
     BATCHES,
     assert_near,
-    averages_of,
     check_evaluation_sees_averages,
-    check_init,
     cnn_state,
     states_after,
-    weights_of,
 )
-from tests.helpers import assert_close, assert_same, make_batch, make_batches, make_mlp, make_state, run_steps
+from tests.helpers import assert_close, assert_same, make_batch, make_batches, make_state, run_steps
 
 
 RUN = RunLength("3ep", batches_per_epoch=4)
@@ -94,20 +91,6 @@ def test_it_is_the_mean_of_the_weights_at_these_batches(start, end, interval, ta
             assert_near(found, mean_of([parameters_of(state) for state in so_far]))
 
 
-def test_by_default_the_last_batches_bring_statistics_up_to_date():
-    state = cnn_state(duration="10ep", batches_per_epoch=4)
-    states = states_after(swa(), state, (BATCHES * 4)[:40])
-    taken = [parameters_of(states[at]) for at in (28, 32, 36)]
-    assert states[-1].slots["swa"].averages.num.item() == 3
-    found = {name: param.double() for name, param in states[-1].slots["swa"].averages.params.items()}
-    assert_near(found, mean_of(taken))
-    assert_same(states[38].slots["swa"].averages.params, states[40].slots["swa"].averages.params)
-    assert not torch.equal(
-        states[38].slots["swa"].averages.buffers["1.running_mean"],
-        states[40].slots["swa"].averages.buffers["1.running_mean"],
-    )
-
-
 def test_until_the_end_statistics_are_those_of_the_live_network_at_the_last_update():
     states = states_after(swa("2ba", "10ba", "3ba"), cnn_state(), BATCHES)
     for now, last in ((2, 2), (4, 2), (5, 5), (7, 5), (8, 8), (9, 8)):
@@ -155,18 +138,6 @@ def test_runs_of_unknown_length_get_no_warning(options):
 @pytest.mark.parametrize("end", [1.0, "9ba"])
 def test_evaluation_sees_averages_and_does_not_change_training(end):
     check_evaluation_sees_averages(swa("2ba", end, "1ba"))
-
-
-def test_it_averages_the_network_after_surgery():
-    check_init(swa(), lambda: alg.squeeze_excite(min_channels=1), cnn_state())
-
-
-def test_averages_of_half_precision_are_float32():
-    state = make_state(make_mlp(dtype=torch.bfloat16), batches_per_epoch=6)
-    states = states_after(swa(0, 1.0, "1ba"), state, make_batches(6, dtype=torch.bfloat16))
-    assert {param.dtype for param in states[-1].slots["swa"].averages.params.values()} == {torch.float32}
-    assert_near(averages_of(states[-1], "swa"), mean_of([weights_of(state) for state in states[1:]]))
-    assert {param.dtype for param in pc.surgery.with_weights(states[-1], "swa").params.values()} == {torch.bfloat16}
 
 
 # Statistics
@@ -348,22 +319,6 @@ def test_weight_decay_by_schedule_follows_the_rate(base):
             assert found == pytest.approx(0.25)
 
 
-def test_training_follows_the_rate_in_float64():
-    """The reference is manual gradient descent with the rate of the formula."""
-    net = make_mlp(dtype=torch.float64)
-    batches = make_batches(12, dtype=torch.float64)
-    state = make_state(net, optimizer=optim.sgd(0.3), batches_per_epoch=4, duration="3ep")
-    states = states_after(swa(0.25, 1.0, "1ba", 0.01, anneal_steps=4), state, batches)
-    for at, (inputs, targets) in enumerate(batches):
-        way = min(max((at - 3) / 4, 0), 1)
-        params = list(net.parameters())
-        grads = torch.autograd.grad(nn.functional.cross_entropy(net(inputs), targets), params)
-        with torch.no_grad():
-            for param, grad in zip(params, grads, strict=True):
-                param -= ((1 - way) * 0.3 + way * 0.01) * grad
-        assert_close(states[at + 1].params, dict(net.named_parameters()), rtol=1e-12, atol=1e-12)
-
-
 def test_groups_with_rates_and_optimizers_in_others_follow():
     groups = {"*.bias": {"lr": 0.2, "weight_decay": 0.0}, "6.*": {"momentum": 0.5}}
     inner = optim.sgd(0.1, momentum=0.9, groups=groups)
@@ -430,12 +385,6 @@ def test_rates_that_it_cannot_change_are_refused_at_init(optimizer, words):
     with pytest.raises(ValueError, match=words):
         compose(loop_events, [swa(swa_lr=0.02)]).init(cnn_state(optimizer=optimizer))
     compose(loop_events, [swa()]).init(cnn_state(optimizer=optimizer))
-
-
-def test_the_new_rate_prints_as_the_old_one_and_where_it_goes():
-    state = cnn_state(optimizer=optim.sgd(0.1 * schedule.cosine()))
-    begun = compose(loop_events, [swa(0.5, 1.0, swa_lr=0.02)]).init(state)
-    assert repr(begun.optimizer.lr) == f"0.1 * ({schedule.cosine()!r}, to a rate of 0.02 by swa)"
 
 
 def test_an_annealing_period_that_the_run_cannot_measure_is_an_error():
