@@ -56,14 +56,8 @@ def augmix_batch(
     Args:
         key: A random key.
         images: (N, C, H, W), or one image (C, H, W); uint8 or floating.
-        severity: The greatest strength of the operations, in [0, 10]; the value of a (0-d) tensor is not checked. 0 is
-            the identity.
-        depth: The number of operations in a chain, at least 1; -1 draws 1, 2 or 3 for each chain.
-        width: The number of chains that are mixed, at least 1.
-        alpha: The parameter of the Dirichlet and Beta distributions, above 0; the value of a (0-d) tensor is not
-            checked.
-        augmentation_set: "all", "safe" or "original" (see `algorithms.images.SETS`), or names of operations.
-        value_range: The values of black and white; see `randaugment_batch`.
+        severity, depth, width, alpha: See `augmix`; values of (0-d) tensors are not checked.
+        augmentation_set, value_range: See `randaugment_batch`.
 
     Returns:
         Images of the shape and dtype of `images`.

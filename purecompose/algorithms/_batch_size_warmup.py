@@ -32,20 +32,15 @@ def warmup_batch_size(
     initial_share: Share = 0.125,
     multiple: Multiple = None,
 ) -> int:
-    """Return the number of examples to train on at a point of a run; see `batch_size_warmup` for the settings.
+    """Return the number of examples to train on at a point of a run.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
         batch_size: The number of examples in the batch.
-        duration: The warm-up's share of the run; 0 for none.
-        initial_share: The share of the batch at the start.
-        multiple: Sizes are multiples of this number; defaults to an eighth of the batch, rounded up.
+        duration, initial_share, multiple: See `batch_size_warmup`.
 
     Returns:
         A number in [1, batch_size], which never decreases as the run continues.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> [warmup_batch_size(elapsed / 10, 128) for elapsed in range(5)]

@@ -1,7 +1,7 @@
 """ColOut: drops random rows and columns of the images, so that images are smaller and steps faster."""
 
 from functools import partial
-from typing import Annotated, Any, TypeAlias, overload
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,26 +23,6 @@ from purecompose.time.predicates import NEVER, on
 Share: TypeAlias = Annotated[float, Within(0, 1, hint="it is the share of rows or columns to drop; 0.15 is common")]
 
 
-@overload
-def colout_batch(
-    key: Tensor | random.Rng,
-    inputs: Tensor,
-    targets: None = None,
-    *,
-    p_row: Share = 0.15,
-    p_col: Share = 0.15,
-    resize_target: TakesTargets = "auto",
-) -> Tensor: ...
-@overload
-def colout_batch(
-    key: Tensor | random.Rng,
-    inputs: Tensor,
-    targets: Any,
-    *,
-    p_row: Share = 0.15,
-    p_col: Share = 0.15,
-    resize_target: TakesTargets = "auto",
-) -> tuple[Tensor, Any]: ...
 @checked
 def colout_batch(
     key: Tensor | random.Rng,
@@ -59,11 +39,7 @@ def colout_batch(
         key: A random key.
         inputs: (N, C, H, W), or one image (C, H, W), of any dtype.
         targets: A tensor, a `Mixture`, whose terms are treated alike, or a tree of tensors.
-        p_row: The share of rows to drop, in [0, 1]; at least one row is kept.
-        p_col: The share of columns to drop, as for rows.
-        resize_target: Drop the same rows and columns of the targets (their last two dimensions). "auto" does so for
-            targets with more than two dimensions, the last two of the images' size. The mask (H, W) of a single image
-            needs `True`.
+        p_row, p_col, resize_target: See `colout`. The mask (H, W) of a single image needs `resize_target=True`.
 
     Returns:
         The images, (..., H', W'), and the targets if given: the same objects if they are not resized.

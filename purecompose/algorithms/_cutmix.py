@@ -51,9 +51,7 @@ def cutmix_batch(
         bbox: The box itself, used instead of draws: (top, left, bottom, right), of which bottom and right are
             exclusive. A tensor (4,), int64, is clipped to the image, and its values are not checked.
         indices: (N,), int64, the partner of each example, used instead of a random order.
-        uniform_sampling: Draw centres also beyond the edges, so that every pixel is equally likely to be inside the
-            box; by default centres are inside the image, and its middle is covered more often.
-        interpolate_loss: Mix the losses of the two targets instead of the targets; see `Mixture`. Not for maps.
+        uniform_sampling, interpolate_loss: See `cutmix`.
 
     Returns:
         The images, and the targets: a `Mixture` whose second half of terms are the partners' targets, weighted by the

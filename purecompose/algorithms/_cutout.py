@@ -40,12 +40,7 @@ def cutout_batch(
     Args:
         key: A random key.
         images: (N, C, H, W), or one image (C, H, W), of any dtype (uint16 from torch 2.13 on).
-        num_holes: The number of holes, which may overlap; 0 is the identity.
-        length: The side of a hole as a share of the image's shorter side, in (0, 1]. A side below two pixels covers
-            nothing.
-        uniform_sampling: Cover each pixel with the same probability; by default pixels near the border are covered
-            less often.
-        per_example: Draw separate holes for each image instead of one set for the batch.
+        num_holes, length, uniform_sampling, per_example: See `cutout`. A side below two pixels covers nothing.
 
     Returns:
         The images with holes, of the shape and dtype of `images`.

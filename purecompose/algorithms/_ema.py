@@ -37,9 +37,6 @@ def compute_ema(
     Returns:
         New tensors in the averages' dtypes.
 
-    Raises:
-        KeyError: An average without a weight.
-
     Example:
         >>> compute_ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, 0.75)["w"]
         tensor([1.5000, 2.0000])

@@ -33,9 +33,6 @@ def factorize_rules(
         factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features: See
             `factorize`. If both flags are False, the rules replace nothing.
 
-    Raises:
-        TypeError, ValueError: See `factorize`.
-
     Example:
         >>> net = nn.Sequential(nn.Linear(8, 16))
         >>> rules = factorize_rules(min_features=8, latent_features=0.25)
@@ -109,9 +106,6 @@ def factorize(
         where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
             "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Warns:
         UserWarning: At INIT: the network has no layers that factorizing makes faster.

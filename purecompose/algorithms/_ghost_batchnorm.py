@@ -23,9 +23,6 @@ def ghost_batchnorm_rules(ghost_batch_size: GhostBatchSize = 32) -> surgery.Rule
     Args:
         ghost_batch_size: See `ghost_batchnorm`.
 
-    Raises:
-        TypeError, ValueError: See `ghost_batchnorm`.
-
     Example:
         >>> net = nn.Sequential(nn.BatchNorm2d(8))
         >>> ghost_batchnorm_rules(16)[nn.BatchNorm2d](net[0], surgery.Site("0", 0, net, net)).ghost_batch_size

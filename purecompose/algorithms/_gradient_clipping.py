@@ -86,9 +86,6 @@ def clip_adaptively(
     Returns:
         New tensors of the same shapes and dtypes.
 
-    Raises:
-        KeyError: A gradient without weights.
-
     Example:
         >>> weights = torch.tensor([[3.0, 4.0], [9.0, 40.0]])
         >>> clip_adaptively({"w": torch.tensor([[7.0, 24.0], [5.0, 12.0]])}, {"w": weights}, 0.5)["w"]

@@ -41,9 +41,6 @@ def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradie
 
     If both flags are False, the algorithm never matches.
 
-    Raises:
-        TypeError: A setting that is not a bool.
-
     Example:
         >>> gradient_norm(each=True)
         gradient_norm(total=True, each=True)

@@ -218,8 +218,7 @@ def gyro_dropout_period(
 
     Args:
         total_batches: The run's length in batches, above 0.
-        sigma: The number of masks in the bank.
-        tau: The number of masks used at a time.
+        sigma, tau: See `gyro_dropout`.
 
     Example:
         >>> gyro_dropout_period(196 * 100), gyro_dropout_period(100), gyro_dropout_period(10)
@@ -245,9 +244,7 @@ def gyro_dropout_mask(
     Args:
         key: The key of the layer; use different keys for different layers.
         shape: The shape (N, ...) of the layer's inputs.
-        p: The probability of dropping an element, in [0, 1).
-        sigma: The number of masks in the bank, at least 1.
-        tau: The number of masks used at a time, in [1, sigma].
+        p, sigma, tau: See `gyro_dropout`.
         period: The number of the choice, from 0: an int, or a 0-d int64 tensor.
         groups: (N,), int64, below tau: the index of each row's mask among the chosen ones, instead of tau groups of
             consecutive rows. Values are not checked.

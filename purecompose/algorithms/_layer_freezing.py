@@ -29,19 +29,14 @@ NumStages: TypeAlias = Annotated[int | None, Within(2, hint="the last stage begi
 def frozen_share(
     elapsed: Elapsed, *, freeze_start: Start = 0.5, freeze_level: Level = 1.0, num_stages: NumStages = 8
 ) -> float:
-    """Return the share of layers to freeze at a point of a run; see `layer_freezing` for the settings.
+    """Return the share of layers to freeze at a point of a run.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
-        freeze_start: The fraction of the run up to which nothing is frozen.
-        freeze_level: The share at the end of the run.
-        num_stages: The number of equal stages in which the share grows; `None` for a straight line.
+        freeze_start, freeze_level, num_stages: See `layer_freezing`.
 
     Returns:
         A number in [0, freeze_level], which never decreases as the run continues.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> [frozen_share(elapsed) for elapsed in (0.5, 0.55, 0.6, 0.75, 1)]
@@ -93,21 +88,16 @@ def frozen_layers(
     freeze_level: Level = 1.0,
     num_stages: NumStages = 8,
 ) -> tuple[str, ...]:
-    """Return the parameters to freeze at a point of a run; see `layer_freezing` for the settings.
+    """Return the parameters to freeze at a point of a run.
 
     Args:
         module: A network. Parameters with `requires_grad=False` do not count as layers. So in your own loop, either
             exclude the returned names from the optimizer's update, or call `layers_of` before freezing anything.
         elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
-        freeze_start: The fraction of the run up to which nothing is frozen.
-        freeze_level: The share at the end of the run.
-        num_stages: The number of equal stages in which the share grows; `None` for a straight line.
+        freeze_start, freeze_level, num_stages: See `layer_freezing`.
 
     Returns:
         The names, layer by layer.
-
-    Raises:
-        TypeError, ValueError: See `frozen_share`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))

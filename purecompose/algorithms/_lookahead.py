@@ -27,9 +27,6 @@ def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: flo
     Returns:
         New tensors.
 
-    Raises:
-        KeyError: A slow weight without a fast one.
-
     Example:
         >>> import torch
         >>> pull_back({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.5)["w"]
@@ -61,9 +58,6 @@ def lookahead(
             schedule may be given: the default of an hparam is checked; later values are not. 0.5 and 0.8 are common.
         every: k, the number of steps from one move back to the next; 5 and 10 are common.
         name: Name of the algorithm and of its slot.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> lookahead(0.8, every=10)

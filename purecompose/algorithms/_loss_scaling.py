@@ -53,10 +53,7 @@ def next_scale(
         scale: The scale of the step, 0-d, floating.
         good_steps: The number of good steps so far, 0-d, of an integer dtype.
         is_finite: True if the step's gradients were finite, 0-d bool.
-        growth_factor: Factor of the scale after `growth_interval` consecutive good steps, unless the product is
-            infinite.
-        backoff_factor: Factor of the scale after a bad step.
-        growth_interval: The number of consecutive good steps before the scale grows.
+        growth_factor, backoff_factor, growth_interval: See `loss_scaling`. The scale stays finite.
 
     Returns:
         The new scale and count, 0-d, of the same dtypes as the arguments.

@@ -39,13 +39,11 @@ def mixup_batch(
         key: A random key; may be `None` if `mixing` and `indices` are both given.
         inputs: (N, ...). Integers and bools are promoted to the default float dtype.
         targets: (N, ...), indices or dense, or a `Mixture`; the result has twice as many terms.
-        alpha: Both parameters of the Beta distribution, at least 0; 0 does not mix. The value of a (0-d) tensor is
-            not checked; no gradient flows to it.
+        alpha: See `mixup`; 0 does not mix. The value of a (0-d) tensor is not checked.
         mixing: The share of the partner in [0, 1], used instead of a draw: a number, or a tensor, 0-d or with one
             value for each example, (N,), which are not checked.
         indices: (N,), int64, the partner of each example, used instead of a random order.
-        per_example: Draw a separate share for each example instead of one for the batch.
-        interpolate_loss: Mix the losses of the two targets instead of the targets; see `Mixture`.
+        per_example, interpolate_loss: See `mixup`.
 
     Returns:
         The mixed inputs, with the inputs' shape and a floating dtype, and the targets: a `Mixture` whose second

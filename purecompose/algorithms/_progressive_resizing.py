@@ -39,19 +39,14 @@ Share: TypeAlias = Annotated[float, Within(0, 1, hint="it is a share of the run"
 def progressive_scale(
     elapsed: Elapsed, *, initial_scale: Scale = 0.5, finetune_fraction: Share = 0.2, delay_fraction: Share = 0.5
 ) -> float:
-    """Return the scale of images at a point of a run; see `progressive_resizing` for the settings.
+    """Return the scale of images at a point of a run.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
-        initial_scale: The scale at the start.
-        finetune_fraction: The share of the run at its end with full scale.
-        delay_fraction: The share of the run at its start with the initial scale.
+        initial_scale, finetune_fraction, delay_fraction: See `progressive_resizing`.
 
     Returns:
         A number in [initial_scale, 1].
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> [round(progressive_scale(elapsed), 2) for elapsed in (0, 0.5, 0.6, 0.65, 0.8, 1)]

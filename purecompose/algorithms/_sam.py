@@ -35,9 +35,6 @@ def perturb_params(
     Returns:
         Parameters by name, in the same order and dtypes.
 
-    Raises:
-        KeyError: A gradient without a parameter.
-
     Example:
         >>> import torch
         >>> perturb_params({"w": torch.tensor([1.0, 1.0])}, {"w": torch.tensor([0.0, 2.0])}, rho=0.5)["w"]
@@ -85,9 +82,6 @@ def sam(
             process, where the point is that of the whole batch; edits of other methods to the first gradient are not
             used.
         name: Name of the algorithm and of its metric.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> sam(0.5, every=10)

@@ -55,9 +55,6 @@ def schedule_free_step(
     Returns:
         The new z, the new x, and the next y, which has the dtypes of `moved`.
 
-    Raises:
-        KeyError: A name is missing.
-
     Example:
         >>> z, x, y = ({"w": torch.tensor([value])} for value in (1.0, 3.0, 2.0))
         >>> schedule_free_step(z, x, {"w": y["w"] - 1}, beta=0.5, share=0.5)
@@ -103,9 +100,6 @@ def schedule_free(beta: Annotated[float, Within(0, 1, below=True)] = 0.9, *, nam
         beta: The position between the iterates (0) and the averages (1) at which gradients are taken, in [0, 1); 0 for
             plain averaging of the iterates.
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Warns:
         UserWarning: At INIT: the optimizer has momentum.

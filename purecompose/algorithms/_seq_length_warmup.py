@@ -32,20 +32,14 @@ def warmup_length(
     max_seq_length: NumTokens = 1024,
     step_size: NumTokens = 64,
 ) -> int:
-    """Return the length of sequences at a point of a run; see `seq_length_warmup` for the settings.
+    """Return the length of sequences at a point of a run.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
-        duration: The warm-up's share of the run; 0 for none.
-        min_seq_length: The length at the start, tokens.
-        max_seq_length: The length at the end of the warm-up and after it.
-        step_size: The number of tokens by which the length grows at a time.
+        duration, min_seq_length, max_seq_length, step_size: See `seq_length_warmup`.
 
     Returns:
         The length, which never decreases as the run continues.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> [warmup_length(elapsed / 10, max_seq_length=32, step_size=8) for elapsed in range(5)]

@@ -24,9 +24,6 @@ def squeeze_excite_rules(latent_channels: LatentChannels = 64, min_channels: Min
     Args:
         latent_channels, min_channels: See `squeeze_excite`.
 
-    Raises:
-        TypeError, ValueError: See `squeeze_excite`.
-
     Example:
         >>> squeeze_excite_rules(0.125)[nn.Conv2d](nn.Conv2d(128, 128, 3), None).se.squeeze
         Linear(in_features=128, out_features=16, bias=False)
@@ -71,9 +68,6 @@ def squeeze_excite(
         where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
             "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm and of the draws of its weights.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Warns:
         UserWarning: At INIT: the network has no convolutions to replace.

@@ -17,23 +17,12 @@ from purecompose.schedule.declared import Within, checked
 from purecompose.time import Time, TimeLike, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
-from purecompose.time.units import named_time
+from purecompose.time.units import named_point
 
 
 Method = Literal["block", "sample"]
 Distribution = Literal["uniform", "linear"]
 RATE = Within(0, 1, hint="it is how often a branch is left out")
-
-
-def _checked_warmup(drop_warmup: Any, where: str) -> Time:
-    """Require a time in which a rate can rise."""
-    time = named_time(drop_warmup, where, TimeUnit.DURATION)
-    try:
-        if time:
-            linear(0.0, 1.0, time)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{where}: {error}") from None
-    return time
 
 
 @checked
@@ -47,10 +36,7 @@ def stochastic_depth_rates(
     Args:
         num_blocks: The number of blocks L.
         drop_rate: The rate p in [0, 1], a number or a 0-d tensor, whose value is not checked.
-        drop_distribution: "uniform" for rate p in each block, or "linear" for p (i + 1) / L in block i = 0, ..., L - 1.
-
-    Raises:
-        TypeError, ValueError: An argument of the wrong type or out of range.
+        drop_distribution: See `stochastic_depth`.
 
     Example:
         >>> stochastic_depth_rates(4, 0.5)
@@ -73,9 +59,6 @@ def stochastic_depth_rules(
     Args:
         module: The network; only its names and structure are read.
         stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Example:
         >>> from purecompose.nn import models
@@ -113,9 +96,6 @@ def apply_stochastic_depth(
         net: The network.
         stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
 
-    Raises:
-        TypeError, ValueError: See `stochastic_depth`.
-
     Warns:
         UserWarning: The network has no supported residual block.
 
@@ -141,7 +121,7 @@ def stochastic_depth(
     stochastic_method: Method = "block",
     drop_rate: Annotated[Scalar, RATE] = 0.2,
     drop_distribution: Distribution = "linear",
-    drop_warmup: Annotated[TimeLike | float, _checked_warmup] = 0.0,
+    drop_warmup: Annotated[TimeLike | float, named_point] = 0.0,
     *,
     name: str = "stochastic_depth",
 ) -> Algorithm:

@@ -43,9 +43,6 @@ def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num:
     Returns:
         New tensors in the means' dtypes.
 
-    Raises:
-        KeyError: A mean without a weight.
-
     Example:
         >>> add_to_mean({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([4.0, 2.0])}, 2)["w"]
         tensor([2., 2.])

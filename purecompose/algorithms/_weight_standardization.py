@@ -23,9 +23,6 @@ def weight_standardization_rules(n_last_layers_ignore: NumIgnored = 0) -> surger
     Args:
         n_last_layers_ignore: See `weight_standardization`.
 
-    Raises:
-        TypeError, ValueError: See `weight_standardization`.
-
     Example:
         >>> [kind.__name__ for kind, rule in weight_standardization_rules().items() if rule is not None]
         ['Conv1d', 'Conv2d', 'Conv3d']
@@ -53,9 +50,6 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
         is_baked: Store the standardized filters in new parameters, tied like the old ones, so that the network still
             computes the same function. If False, the raw parameters are kept, and the network is a different
             function.
-
-    Raises:
-        TypeError: `is_baked` is not a bool.
 
     Example:
         >>> weight_standardization_undo_rules()[STANDARDIZED[nn.Conv2d]](standardized_conv(nn.Conv2d(3, 8, 1)), None)
@@ -104,9 +98,6 @@ def weight_standardization(
         where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
             "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
         name: Name of the algorithm.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range.
 
     Warns:
         UserWarning: At INIT: the network has no convolutions besides the ignored ones.
