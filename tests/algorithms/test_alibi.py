@@ -11,14 +11,7 @@ import purecompose as pc
 from purecompose import losses, optim, surgery
 from purecompose.algorithms import alibi, seq_length_warmup
 from purecompose.algorithms.functional import alibi_rules
-from purecompose.nn.layers import (
-    AlibiAttention,
-    ClassesSecond,
-    NoPositions,
-    PositionEmbedding,
-    SelfAttention,
-    transformer,
-)
+from purecompose.nn.layers import AlibiAttention, ClassesSecond, NoPositions, PositionEmbedding, SelfAttention
 from purecompose.nn.models import gpt, vit
 from tests.algorithms.surgery_checks import hooked, patched
 
@@ -196,36 +189,6 @@ def test_it_stays_causal(length: int, data: st.DataObject) -> None:
     before, after = state.forward(ids), state.forward(other)
     assert torch.equal(before[..., :place], after[..., :place])
     assert not torch.equal(before[..., place], after[..., place])
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.integers(1, 12), st.integers(0, 5))
-def test_with_equal_tokens_all_positions_are_alike(length: int, seed: int) -> None:
-    """Positions enter only through distances to other tokens."""
-    state = trained(make_state(), alibi(), num=0)
-    ids = torch.full((1, length), seed % VOCABULARY)
-    logits = state.forward(ids)
-    # All values are equal, so every mean of them is the same, whatever the attention weights.
-    torch.testing.assert_close(logits, logits[..., :1].expand_as(logits), rtol=1e-4, atol=1e-6)
-
-
-def test_without_slopes_the_order_of_earlier_tokens_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last position of a single causal layer takes a mean over all tokens, whose order only enters by distances."""
-    torch.manual_seed(0)
-    net = ClassesSecond(gpt(VOCABULARY, LENGTH, width=8, depth=1, num_heads=2))
-    for param in net.parameters():
-        nn.init.normal_(param, std=0.5)
-    state, _ = surgery.operate(state_of(net), alibi_rules(), name="alibi")
-    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 0]])
-    orders = [[*torch.randperm(6, generator=torch.Generator().manual_seed(seed)).tolist(), 6] for seed in range(3)]
-
-    def changes() -> list[float]:
-        last = state.forward(ids)[..., -1]
-        return [(state.forward(ids[:, order])[..., -1] - last).abs().max().item() for order in orders]
-
-    assert min(changes()) > 1e-3
-    monkeypatch.setattr(transformer, "alibi_slopes", lambda num_heads, **form: torch.zeros(num_heads, **form))
-    assert max(changes()) < 1e-5
 
 
 @settings(max_examples=25, deadline=None)

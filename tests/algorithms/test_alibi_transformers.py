@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import losses, optim, surgery
-from purecompose.algorithms import alibi, gated_linear_units
+from purecompose.algorithms import alibi
 from purecompose.algorithms.functional import alibi_rules, gated_linear_units_rules
 from purecompose.nn.layers import GatedLinearUnit
 from tests.algorithms.surgery_checks import hooked, patched
@@ -253,13 +253,6 @@ def test_forwards_on_instances_would_win_over_biases(kind: str) -> None:
         patched(found[0])
         with pytest.raises(ValueError, match=f"a {type(found[0]).__name__} of transformers: .* set on the instance"):
             with_biases(net)
-
-
-def test_both_together_train() -> None:
-    step = pc.compose(pc.loop_events, [alibi(0.5), gated_linear_units("silu")])
-    state, ids = step.init(make_state(make_net("gpt2", dropout=0.1))), make_ids(4)
-    state = step(state, {"input_ids": ids, "labels": ids})
-    assert state.loss is not None and torch.isfinite(state.loss)
 
 
 def test_cross_attention_has_no_distances() -> None:

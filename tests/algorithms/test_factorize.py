@@ -145,12 +145,6 @@ def test_it_comes_after_methods_that_look_for_whole_layers(other: pc.Algorithm):
         assert [a.name for a in ordered] == ["mine", "factorize"]
 
 
-def test_two_of_them_keep_their_order():
-    methods = [factorize(**SMALL, name="second"), factorize(**SMALL, name="first")]
-    ordered = compose(loop_events, methods).order(methods, pc.Event.INIT)
-    assert [a.name for a in ordered] == ["second", "first"]
-
-
 @pytest.mark.parametrize("how", ["hook", "pre-hook", "own forward", "parametrized"])
 @pytest.mark.parametrize("index", [2, 7])
 def test_layers_that_are_passed_as_arguments_are_kept(how: str, index: int):

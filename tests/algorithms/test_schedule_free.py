@@ -119,13 +119,6 @@ def test_weights_of_a_falling_rate_are_those_of_the_largest_rate():
     assert_close(averages_of(end, "schedule_free"), x, rtol=1e-10, atol=1e-12)
 
 
-def test_the_average_of_a_constant_rate_is_the_plain_mean_of_z():
-    states = states_after(schedule_free(0.9), cnn_state(optimizer=optim.sgd(0.1)), BATCHES)
-    bases = [state.slots["schedule_free"].base for state in states[1:]]
-    means = {name: torch.stack([base[name] for base in bases]).mean(0) for name in bases[0]}
-    assert_close(states[-1].slots["schedule_free"].averages.params, means, rtol=1e-5, atol=1e-6)
-
-
 def test_with_beta_0_training_is_the_plain_one():
     """z then trains as under the plain optimizer; averages only add rounding errors."""
     plain = states_after([], double_state(optim.sgd(0.3)), DOUBLE)[-1]
