@@ -115,7 +115,7 @@ def test_init_warns_exactly_of_runs_that_take_no_weights(duration, interval, sta
     """Compared with calling the match for every batch."""
     method: Any = swa(start, end, interval)
     point, takes_some = Timestamp(run=RunLength(duration, batches_per_epoch=4)), False
-    while point < duration:
+    while not point.is_finished():
         point = point.advance()
         takes_some = takes_some or method.match(Event.BATCH_END, SimpleNamespace(timestamp=point))
     with warnings.catch_warnings(record=True) as caught:
