@@ -149,20 +149,20 @@ _ROWS = (
     Row("channels_last", examples=("channels_last()",), tasks=("images",), needs=(nn.Conv2d,)),
     Row(
         "colout",
-        examples=("colout(0.2, 0.4)", "colout(0.5, 0.2, per_example=True, resize_target=False)"),
+        examples=("colout(0.2, 0.4)", "colout(0.5, 0.2, resize_target=False)"),
         neutral="colout(0, 0)",
         tasks=("images",),
         fixed=("p_row", "p_col"),
     ),
     Row(
         "cutmix",
-        examples=("cutmix(1.0)", "cutmix(0.5, interpolate_loss=True, uniform_sampling=True, per_example=True)"),
+        examples=("cutmix(1.0)", "cutmix(0.5, interpolate_loss=True, uniform_sampling=True)"),
         neutral="cutmix(0)",
         tasks=("images",),
     ),
     Row(
         "cutout",
-        examples=("cutout()", "cutout(2, 0.7, uniform_sampling=True, per_example=True, fill=(0.5, -1.0))"),
+        examples=("cutout()", "cutout(2, 0.7, uniform_sampling=True, per_example=True)"),
         neutral="cutout(0)",
         tasks=("images",),
     ),
@@ -220,7 +220,7 @@ _ROWS = (
     ),
     Row(
         "gyro_dropout",
-        examples=("gyro_dropout(0.5, 4, 2)", "gyro_dropout(0.3, feature_dim=-1)"),
+        examples=("gyro_dropout(0.5, 4, 2)", "gyro_dropout(0.3)"),
         neutral="gyro_dropout(0)",
         fixed=("sigma", "tau"),
     ),
