@@ -50,9 +50,9 @@ def cutout_batch(
 
     Example:
         >>> from purecompose.random import key
-        >>> cutout_batch(key(1), torch.arange(1, 17).view(1, 4, 4), length=0.5)
-        tensor([[[ 1,  2,  0,  0],
-                 [ 5,  6,  0,  0],
+        >>> cutout_batch(key(0), torch.arange(1, 17).view(1, 4, 4), length=0.5)
+        tensor([[[ 0,  0,  3,  4],
+                 [ 0,  0,  7,  8],
                  [ 9, 10, 11, 12],
                  [13, 14, 15, 16]]])
     """
