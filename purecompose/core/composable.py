@@ -1,6 +1,5 @@
 """Checks of what is composed: of programs, algorithms and passes, and of a step in its first run."""
 
-import fnmatch
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.layout import Cut, Layout
-from purecompose.core.loop import advance, eval_forward, forward, loss
+from purecompose.core.loop import advance
 from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
 from purecompose.core.passes import Pass, order_by_constraints
 from purecompose.core.plan import lacking_events
@@ -81,29 +80,6 @@ def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
                 f"{algorithm.name} is a host algorithm and acts at {event}, inside a Grad: what runs there is "
                 "differentiated and compiled as a whole. Let it act before or after the gradient, or drop host=True"
             )
-
-
-def check_updates(program: Program, trainable: Iterable[str]) -> None:
-    """Raise a `ValueError` for an `update(wrt=...)` if no `Grad` before it differentiates any of its parameters.
-
-    An `update` after one of the user's own functions is not checked, because the function may set gradients, unless it
-    is in a `Grad`.
-    """
-    names = list(trainable)
-    patterns: list[str] = []
-    inside = [node for grad in walk(program) if isinstance(grad, Grad) for node in walk(grad.body)]
-    for node in walk(program):
-        if isinstance(node, Grad):
-            patterns.append(node.wrt or "*")
-        elif isinstance(node, Update) and node.wrt is not None:
-            chosen = fnmatch.filter(names, node.wrt)
-            if chosen and not any(fnmatch.filter(chosen, pattern) for pattern in patterns):
-                raise ValueError(
-                    f"{node!r} has nothing to apply: no Grad before it differentiates in {', '.join(chosen[:3])}"
-                    f"{', ...' if len(chosen) > 3 else ''}; put Grad(..., wrt={node.wrt!r}) before it"
-                )
-        elif isinstance(node, Stage) and node not in _SETS_NO_GRADIENTS and node not in inside:
-            return
 
 
 def check_layout(
@@ -184,7 +160,6 @@ _TAKES_ROWS = frozenset(
         Trait.SHORTENS_SEQUENCES,
     }
 )
-_SETS_NO_GRADIENTS = (forward, eval_forward, loss, advance)
 
 
 def _as_tuple(given: Any, role: str) -> tuple[Any, ...]:

@@ -30,7 +30,6 @@ from purecompose.core.composable import (
     check_layout,
     check_no_host,
     check_no_hosts_in_grad,
-    check_updates,
     events_in_grad,
     run_checked,
     warn_of_idle_algorithms,
@@ -98,8 +97,6 @@ class _Cache:
     """The numbers and tensors that this loss reads from Python, as they were at its first step."""
     within_torch_compile: list[tuple[Any, "Step"]] = field(default_factory=list)
     """The backends of `torch.compile` within which the step was called, with the compiled step for each."""
-    loss_editors: dict[str, bool] = field(default_factory=dict)
-    """The algorithms that changed the loss at AFTER_LOSS in a first run, and whether an evaluation has said so."""
 
 
 class Step:
@@ -148,11 +145,6 @@ class Step:
         ]
         self._purpose = Purpose(whole_batch=self.ranks)
         self._cache = _Cache()
-
-    @property
-    def loss_editors(self) -> dict[str, bool]:
-        """The algorithms that have changed the loss at AFTER_LOSS; see `_Cache`. Steps made by `replace` share them."""
-        return self._cache.loss_editors
 
     @property
     def ranks(self) -> Ranks | None:
@@ -315,8 +307,6 @@ class Step:
             times=self.matcher.times,
         )
         check_constants(start.context.loss, self._cache.constants)
-        for name in contract.loss_editors:
-            self._cache.loss_editors.setdefault(name, False)
         return end
 
     def check_separable(self, prepared: Prepared) -> None:
@@ -388,13 +378,10 @@ class Step:
         if changes.keys().isdisjoint(("microbatches", "microbatch_size")):  # either one replaces the other
             given |= {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
         step = compose(**{**given, **changes})
-        replaced = Step(step.program, step.algorithms, step.passes, step.cut, members)
-        replaced._cache.loss_editors = self.loss_editors
-        return replaced
+        return Step(step.program, step.algorithms, step.passes, step.cut, members)
 
     def _check_ready(self, context: Context, batch: Any) -> None:
         self._outside.check_initialised(context.initialised)
-        check_updates(self.program, context.trainable)
         check_layout(context.layout, batch, self.algorithms, self.cut, self.ranks)
         if context.loss is not self._cache.loss:
             self._cache.loss, self._cache.constants = context.loss, constants_of(context.loss)

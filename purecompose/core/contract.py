@@ -39,8 +39,6 @@ class Contract:
             observe: Called with each application of an algorithm.
         """
         self._start, self._observe = start, observe
-        self.loss_editors: list[str] = []
-        """The algorithms that have changed the loss at AFTER_LOSS."""
         self.unapplied: list[str] = []
         """The algorithms that have changed gradients since the last update, each with the event."""
         self.has_drawn = False
@@ -69,8 +67,6 @@ class Contract:
             f"metrics[{name!r}]" for name, value in after.metrics.items() if value is not before.metrics.get(name)
         }
         self._history.append((where, event, touched.union(_changed_forms(before, after))))
-        if event is Event.AFTER_LOSS and after.loss is not before.loss:
-            self.loss_editors.append(algorithm.name)
         if after.grads and after.grads is not before.grads:
             self.unapplied.append(where)
             self._note_gradients(algorithm, event)

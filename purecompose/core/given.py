@@ -4,11 +4,9 @@ It writes into none of them, switches no gradient on for values that outlive the
 is the same for stages and methods, losses, metrics and networks, in a step, an evaluation, a prediction or a pass.
 """
 
-import contextlib
 import random as python_random
 import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -20,7 +18,6 @@ from purecompose._support.shards import local
 from purecompose._support.writes import storage_of
 from purecompose.errors import GlobalDrawError, InPlaceError
 from purecompose.nn.keyed.modules import BY_KEY
-from purecompose.nn.keyed.scope import called_from
 from purecompose.time.event import Event
 
 
@@ -85,7 +82,7 @@ def watched(
     """Return the result of a call of user code, which must not write into what it was given, or draw without a key.
 
     Args:
-        call: The call; it is repeated to find the line that draws.
+        call: The call.
         culprit: Description of the code, with which errors begin.
         marks: The marks of what it was given.
         event: The event at which it is called, if any.
@@ -100,8 +97,8 @@ def watched(
         given.check(culprit, event, remedy)
     if _generators() != before:
         raise GlobalDrawError(
-            f"{culprit} drew from the global generator of Python's random or of NumPy{_place_of_draw(call)}, which no "
-            f"state holds. {BY_KEY}. In a model of a library, switch it off by its settings (apply_spec_augment=False)",
+            f"{culprit} drew from the global generator of Python's random or of NumPy, which no state holds. "
+            f"{BY_KEY}. In a model of a library, switch it off by its settings (apply_spec_augment=False)",
             event,
         )
     return result
@@ -112,27 +109,3 @@ def _generators() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     _, numbers, *rest = (None, None) if numpy is None else numpy.random.get_state()
     return python_random.getstate(), None if numbers is None else numbers.tobytes(), rest
-
-
-def _place_of_draw(call: Callable[[], Any]) -> str:
-    """Return the place of the first draw of a call from a global generator, ` in Net.forward (net.py:12)`, or nothing.
-
-    The call is repeated, and the generators are compared at each of its lines.
-    """
-    before, found, lines = _generators(), list[str](), dict[FrameType, int]()
-
-    def look(frame: FrameType, event: str, value: Any) -> Any:
-        del event, value
-        if not found and _generators() != before:
-            found.append(called_from(frame, lines=lines))
-        lines[frame] = frame.f_lineno
-        return None if found else look
-
-    tracer = sys.gettrace()
-    sys.settrace(look)
-    try:
-        with contextlib.suppress(Exception):  # the error of the first call is reported
-            call()
-    finally:
-        sys.settrace(tracer)
-    return found[0] if found else ""

@@ -5,12 +5,16 @@ batch's shapes decide. Predicates report which answers are fixed for consecutive
 only those that change from batch to batch.
 """
 
+import inspect
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.sealed import SealedState, ValueReadError
 from purecompose.core.state import State
 from purecompose.errors import MatchError
 from purecompose.schedule import collect
@@ -128,6 +132,28 @@ class _Known:
         )
 
 
+class _SealedState:
+    """A state at the time of an event, whose tensors have forms and no values: they are on the device "meta"."""
+
+    def __init__(self, state: State, batch: Any, timestamp: Timestamp) -> None:
+        self._state, self._batch = state, batch
+        self.timestamp: Timestamp = timestamp
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._state.replace(batch=self._batch), name)
+        if inspect.ismethod(value):
+            raise TypeError(f"the result of state.{name}(...) is not known yet")
+        return batches.map_tensors(_without_values, value) if name not in _STATIC else value
+
+
+_STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
+"""The attributes of a state that hold no tensors."""
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
 class _Moment:
     """The part of a state that a predicate about time reads."""
 
@@ -153,25 +179,25 @@ def _answer(question: Question, state: State, batch: Any, moment: Timestamp) -> 
     if question.algorithm.host:
         view: Any = state.replace(batch=batch, timestamp=moment)
     else:
-        view = SealedState(state, batch, moment)
+        view = _SealedState(state, batch, moment)
     try:
         return bool(question.predicate(question.event, view))
-    except ValueReadError as read:
-        path, what = read.args
-        raise MatchError(
-            f"{question.algorithm.name}: match at {question.event} read {what} of {path}. Matching is "
-            "decided before the step, from time and shapes only. Either make the algorithm a host one "
-            "(host=True), or match always and choose inside apply with torch.where",
-            question.event,
-        ) from None
     except Exception as error:
         raise _failure(error, question) from error
 
 
+_READS = ("meta tensor", "meta device", "Boolean value of Tensor", "only one element tensors")
+"""Words of the errors that torch raises where a value of a tensor on the device "meta" would be read."""
+
+
 def _failure(error: Exception, question: Question) -> MatchError:
+    what = f"{type(error).__name__}: {error}"
+    if any(words in str(error) for words in _READS):
+        what = "the value of a tensor was read"
     return MatchError(
-        f"{question.algorithm.name}: match failed at {question.event}: {type(error).__name__}: {error}. (Matching is "
-        "decided before the step: state.timestamp and shapes are known; outputs, grads and clock are None, loss and "
-        "metrics those of the last step. Code that needs values belongs in apply, or in a host algorithm, host=True.)",
+        f"{question.algorithm.name}: match failed at {question.event}: {what}. Matching is decided before the step, by "
+        "time and shapes: state.timestamp and shapes are known; outputs, grads and clock are None; loss and metrics "
+        "are those of the last step. Code that needs values belongs in apply, where torch.where chooses, or in a host "
+        "algorithm (host=True)",
         question.event,
     )

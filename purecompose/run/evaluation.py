@@ -16,6 +16,7 @@ from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
 from purecompose._support.scopes import NOTHING
 from purecompose._support.shards import whole
+from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step, compose
 from purecompose.core.contract import tensors_in
 from purecompose.core.given import Marks, watched
@@ -363,10 +364,8 @@ def _as_metric(name: str, given: Any) -> Metric:
 
 
 def _warn_of_missing_terms(evaluator: Evaluator, step: Step) -> None:
-    """Warn, once for each, of algorithms that change the training loss, but not that of an evaluation."""
-    seen = step.loss_editors
-    names = [algorithm.name for algorithm in step.algorithms if seen.get(algorithm.name) is False]
-    seen.update(dict.fromkeys(names, True))
+    """Warn of algorithms that change the training loss, but not that of an evaluation."""
+    names = [algorithm.name for algorithm in step.algorithms if Trait.EDITS_LOSS in algorithm.traits]
     if names:
         warn(
             f"the loss of evaluator {evaluator.label!r} lacks what {', '.join(names)} did to the training loss at "

@@ -177,8 +177,8 @@ def numpy_noise():
     return float(np.random.rand())
 
 
-def test_a_draw_of_numpy_in_a_network_is_named_by_layer_and_line():
-    said = r"Noisy.forward \(.*test_given.py:\d+\).* In a network use functions of torch"
+def test_a_draw_of_numpy_in_a_network_is_refused():
+    said = "In a network use functions of torch"
     state, batch = plain_state(net=nn.Sequential(Noisy(2, 1))), force_batch()
     with pytest.raises(GlobalDrawError, match=f"^the stage forward drew from .*{said}"):
         compose(loop_events)(state, batch)
@@ -197,7 +197,7 @@ def draws_by_python(outputs, targets, reduction="mean"):
 def test_draws_of_a_loss_in_evaluation_are_refused():
     with pytest.raises(UnkeyedRandomError, match="`torch.rand` in draws_by_torch"):
         pc.evaluate(plain_state(draws_by_torch), [force_batch()])
-    with pytest.raises(GlobalDrawError, match=r"^the loss drew .* in draws_by_python \(.*A loss has no key"):
+    with pytest.raises(GlobalDrawError, match="^the loss drew .*A loss has no key"):
         pc.evaluate(plain_state(draws_by_python), [force_batch()])
 
 

@@ -189,7 +189,7 @@ def test_a_plain_function_is_not_called_if_other_predicates_settle_it(state: Sta
         lambda state: len(state.batch[0]) == 8 and state.batch[0].dim() == 2,
         lambda state: state.batch[0].numel() == 24 and state.batch[0].stride() == (3, 1),
         lambda state: state.batch[0].is_floating_point() and not state.batch[0].requires_grad,
-        lambda state: state.batch[0].ndim == 2 and state.batch[0].device == state.device,
+        lambda state: state.batch[0].ndim == 2 and state.device.type == "cpu",
         lambda state: sum(p.numel() for p in state.params.values()) == 8,
         lambda state: state.opt_state is not None and state.slots == {},
         lambda state: state.loss.ndim == 0 and state.timestamp.batch == 0,
@@ -203,43 +203,35 @@ def test_static_facts_and_shapes_can_be_read(match: Callable[[Any], bool], state
 
 
 @pytest.mark.parametrize(
-    ("match", "field"),
+    "match",
     [
-        (lambda state: state.batch[0].sum() > 0, r"sum of state.batch\[0\]"),
-        (lambda state: state.targets[0] == 1, "the value of state.targets"),
-        (lambda state: bool(state.batch[1]), r"the value of state.batch\[1\]"),
-        (lambda state: state.batch[0] == 3, "the value of state.batch"),
-        (lambda state: 2.0 * state.batch[0] - 1, "the value of state.batch"),
-        (lambda state: state.batch[0] ** 2 % 2, "the value of state.batch"),
-        (lambda state: float(state.key), "the value of state.key"),
-        (lambda state: 3 in state.batch[1], "the value of state.batch"),
-        (lambda state: torch.any(state.batch[1]), r"result of torch\.any\(state.batch\[1\]\)"),
-        (lambda state: torch.stack([*state.batch]), r"result of torch\.stack\(state.batch\[0\]\)"),
-        (lambda state: np.asarray(state.batch[0]).sum(), "the value of state.batch"),
-        (lambda state: state.params["weight"].norm() > 1, r"norm of state.params\['weight'\]"),
-        (lambda state: state.opt_state, None),
-        (lambda state: state.forward(state.inputs), r"the result of state.forward\(...\)"),
-        (lambda state: state.rng("x"), r"the result of state.rng\(...\)"),
+        lambda state: state.batch[0].sum() > 0,
+        lambda state: state.targets[0] == 1,
+        lambda state: float(state.key[0]),
+        lambda state: 3 in state.batch[1],
+        lambda state: max(state.batch[1]),
+        lambda state: torch.any(state.batch[1]),
+        lambda state: torch.ones(()) * state.loss,
+        lambda state: np.asarray(state.batch[0]).sum(),
+        lambda state: state.params["weight"].norm() > 1,
+        lambda state: state.loss < 1,
+        lambda state: state.metrics["accuracy"].item() > 0.5,
     ],
 )
-def test_a_match_that_reads_a_value_gets_an_error_with_remedies(
-    match: Callable[[Any], Any], field: str | None, state: State
-) -> None:
-    if field is None:  # the container is a static fact; its tensors are sealed
-        assert acts(match, state)
-        return
-    with pytest.raises(MatchError, match=field) as caught:
+def test_a_match_that_reads_a_value_gets_an_error_with_remedies(match: Callable[[Any], Any], state: State) -> None:
+    state = state.replace(loss=torch.tensor(0.5), metrics={"accuracy": torch.tensor(0.9)})
+    with pytest.raises(
+        MatchError, match="^watcher: match failed at Event.AFTER_DATALOADER: .*test_matching.py"
+    ) as caught:
         acts(match, state)
-    for text in ("watcher: match at Event.AFTER_DATALOADER read ", "host=True", "torch.where"):
+    for text in ("the value of a tensor was read", "host=True", "torch.where"):
         assert text in str(caught.value)
 
 
-def test_the_last_loss_is_sealed_too(state: State) -> None:
-    trained = state.replace(loss=torch.tensor(0.5), metrics={"accuracy": torch.tensor(0.9)})
-    with pytest.raises(MatchError, match="read the value of state.loss"):
-        acts(lambda state: state.loss < 1, trained)
-    with pytest.raises(MatchError, match=r"read item of state.metrics\['accuracy'\]"):
-        acts(lambda state: state.metrics["accuracy"].item() > 0.5, trained)
+@pytest.mark.parametrize("match", [lambda state: state.forward(state.inputs), lambda state: state.rng("x")])
+def test_a_match_cannot_call_methods_of_the_state(match: Callable[[Any], Any], state: State) -> None:
+    with pytest.raises(MatchError, match=r"the result of state\.\w+\(...\) is not known yet"):
+        acts(match, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +254,7 @@ def test_dataclasses_in_a_batch_are_sealed(wrap: Callable[[Sample], Any], state:
 
     assert acts(lambda state: sample(state).note == "train" and len(sample(state).image) == 8, state, batch=batch)
     assert acts(lambda state: isinstance(sample(state), Sample), state, batch=batch)
-    with pytest.raises(MatchError, match=r"read sum of state\.batch.*\.image"):
+    with pytest.raises(MatchError, match="the value of a tensor was read"):
         acts(lambda state: sample(state).image.sum() > 0, state, batch=batch)
     assert isinstance(sample(state.replace(batch=batch)).image, Tensor)
 

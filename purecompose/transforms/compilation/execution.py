@@ -27,11 +27,9 @@ class Launch(NamedTuple):
     entry: Entry
     state: State
     lease: BufferLease | None = None
-    """The state's lease, on `buffers` or on `spends`; `None` if the buffers are new."""
+    """The state's lease on `buffers`; `None` if these are new."""
     copies: list[tuple[Tensor, Tensor]] = []
     """Pairs (buffer, new value) for tensors that the user has replaced, to be copied into the buffers."""
-    spends: StateBuffers | None = None
-    """Earlier buffers, of which `buffers` reuses some tensors."""
 
 
 _UNFINISHED = "was being written over by a step that has not finished"
@@ -43,11 +41,8 @@ def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[
     if buffers.generation == 1:  # the second step: by now the state that was copied into the buffers has been freed
         return_freed_memory()
     own = BufferLease(buffers, None, ())
-    if launch.spends is None and lease is not None:
+    if lease is not None:
         own.generation = lease.generation
-    elif launch.spends is not None:
-        assert lease is not None, "they are those of the state"
-        launch.spends.spend(_UNFINISHED, lease.generation)
     if launch.copies:
         own.spend(_UNFINISHED)
         for to, new in launch.copies:
@@ -61,8 +56,6 @@ def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[
     else:
         with torch.no_grad():
             state = _through(graphs, own, state, prepared, values, plan)
-    if launch.spends is not None:
-        launch.spends.reason = prepared.later
     return state
 
 

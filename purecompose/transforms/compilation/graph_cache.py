@@ -8,7 +8,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from purecompose.core.operation import Carry, Operation, Purpose, in_order
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.errors import TraceError
-from purecompose.time.predicates import NEVER
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.building import Builder, SlicedPart
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, explained, fake_mode, state_of
@@ -63,8 +61,6 @@ class GraphCache:
         self._entries: dict[Any, Entry] = {}
         self._scopes: dict[Any, SlicedPart] = {}
         self._refused: set[str] = set()
-        self.successor: Step | None = None
-        """The step with one more algorithm outside of graphs, after a failure to trace it if `fallback` is set."""
         self._may_build = True
 
     @property
@@ -134,18 +130,13 @@ class GraphCache:
             return EAGER
 
     def fall_back(self, error: Exception) -> None:
-        """Warn once that steps, or an algorithm in them, run eagerly, or raise the error."""
+        """Warn once that steps run eagerly, or raise the error."""
         if not self.options.fallback:
             raise error
-        one = error.algorithm if isinstance(error, TraceError) and self.ranks is None else None
-        what = "such steps run eagerly"
-        if one is not None and all(one.predicate.at(event) == NEVER for event in self.step.differentiated):
-            algorithms = [replace(each, host=True) if each.name == one.name else each for each in self.step.algorithms]
-            self.successor, what = self.step.replace(algorithms=algorithms), f"{one.name} runs between compiled parts"
         if str(error) not in self._refused:
             self._refused.add(str(error))
             text = str(error).removesuffix(FALLBACK_ADVICE)
-            warn(f"{text}. As fallback=True asks, {what}")
+            warn(f"{text}. As fallback=True asks, such steps run eagerly")
 
     def operation(self, bits: int, first_stretch: int = 0) -> Operation:
         """Return one operation that runs a schedule's operations from a stretch on."""

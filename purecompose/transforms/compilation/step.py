@@ -59,7 +59,7 @@ def compile(  # noqa: A001
         backend: `"inductor"`; `"eager"`, which runs the traced graph without compiling it, to distinguish errors of
             tracing from errors of compiling, or for donation alone; or any other backend of `torch.compile`.
         fallback: True to run a step as composed, with one warning, instead of raising if it cannot be traced or
-            Inductor fails on it; if only an algorithm outside of the gradient cannot, it acts as with `host=True`.
+            Inductor fails on it.
         eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
             worth a variant. The rule is fixed, so that a resumed run does the same.
         dynamic: True to leave the number of examples open: one variant serves all sizes from 2 on, if the algorithms
@@ -104,7 +104,6 @@ class CompiledStep(Step):
         super().__init__(step.program, step.algorithms, step.passes, step.cut, step.members)
         self.step: Step = step
         self.options: Options = options
-        self._cache.loss_editors = step.loss_editors
         self._graphs = GraphCache(step, options)
         self._met: set[Any] = set()
         self._eager: dict[Any, tuple[Context, ExecutionPlan]] = {}
@@ -148,10 +147,7 @@ class CompiledStep(Step):
             plan = plan or self._find(launch.entry, plan_key, prepared)
             if not plan.is_refused:
                 return execute(self._graphs, launch, prepared, tensors, plan)
-        if self._graphs.successor is not None:
-            self._met.add((prepared.bits, prepared.num_examples))  # this run is watched
-        else:
-            self._eager[plan_key] = state.static.context, plan  # so that the next step sets up no buffers in vain
+        self._eager[plan_key] = state.static.context, plan  # so that the next step sets up no buffers in vain
         return self.step(state, batch)
 
     def variants(self) -> Variants:
@@ -269,26 +265,20 @@ class CompiledStep(Step):
             if is_unchanged and graphs is self._graphs:
                 return Launch(lease.buffers, lease.entry, state, lease)
             return self._with_entry(lease.buffers, state, lease=lease)
-        if self._graphs.successor is not None:
-            self._graphs = GraphCache(self._graphs.successor, self.options)
-        keeps = lease is not None and lease.buffers.is_donated is is_donated
         found: dict[str, tuple[Signature, list[Tensor]]] = {}
+        keeps = lease is not None and lease.buffers.is_donated is is_donated
         for name in LASTING:
             if lease is None or not (keeps and lease.has_kept(name, fields)):
                 found[name] = Signature.of(getattr(state, name))
         if torch.is_grad_enabled() and any(t.requires_grad for _, tensors in found.values() for t in tensors):
             return None
-        old = lease.buffers if keeps and lease is not None else None
-        if (
-            old is not None
-            and is_donated
-            and all(signature.is_alike(old.signatures[name]) for name, (signature, _) in found.items())
-        ):
-            copies = [pair for name, (_, new) in found.items() for pair in zip(old.values[name], new, strict=True)]
-            return self._with_entry(old, state, lease=lease, copies=copies)
-        buffers = _new_buffers(found, old, is_donated=is_donated)
-        spends = old if is_donated else None
-        return self._with_entry(buffers, state, lease=None if spends is None else lease, spends=spends)
+        if lease is not None and keeps and is_donated:
+            old = lease.buffers
+            if all(signature.is_alike(old.signatures[name]) for name, (signature, _) in found.items()):
+                copies = [pair for name, (_, new) in found.items() for pair in zip(old.values[name], new, strict=True)]
+                return self._with_entry(old, state, lease=lease, copies=copies)
+        found |= {name: Signature.of(getattr(state, name)) for name in LASTING if name not in found}
+        return self._with_entry(_new_buffers(found, is_donated=is_donated), state)
 
     def _with_entry(self, buffers: StateBuffers, state: State, **rest: Any) -> Launch:
         signatures = {**buffers.signatures, "key": Signature.of(state.key)[0], "loss": Signature.of(state.loss)[0]}
@@ -318,16 +308,10 @@ def _inspect(batch: Any) -> tuple[_BatchInfo, list[Tensor]]:
     return _BatchInfo(signature, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)), tensors
 
 
-def _new_buffers(
-    found: dict[str, tuple[Signature, list[Tensor]]], old: StateBuffers | None, *, is_donated: bool
-) -> StateBuffers:
-    """Return new buffers, with fields missing in `found` taken over from earlier buffers."""
+def _new_buffers(found: dict[str, tuple[Signature, list[Tensor]]], *, is_donated: bool) -> StateBuffers:
+    """Return new buffers with the values of these fields."""
     signatures, values = {}, {}
     for name in LASTING:
-        if name not in found:
-            assert old is not None
-            signatures[name], values[name] = old.signatures[name], old.values[name]
-            continue
         signature, tensors = found[name]
         tensors = [tensor.detach() for tensor in tensors]
         if is_donated:

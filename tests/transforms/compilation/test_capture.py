@@ -1,20 +1,17 @@
 """Code that cannot be traced is reported by name and line, or runs eagerly; plain bugs keep their own error."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State
 from purecompose.errors import TraceError
 from tests.helpers import changing, make_batch, make_batches, make_state
-from tests.transforms.compilation.compile_helpers import assert_agree, assert_runs_agree, average, made
+from tests.transforms.compilation.compile_helpers import assert_agree, assert_runs_agree, made
 
 
 def by_if(x: Tensor) -> Tensor:
@@ -47,80 +44,6 @@ class Layer(nn.Module):
 
 def reading(fn: Callable[[Tensor], Tensor], event: Event = Event.BATCH_START, **options: Any) -> Algorithm:
     return changing("reader", event, lambda state: state.replace(inputs=fn(state.inputs)), **options)
-
-
-@pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.BEFORE_FORWARD], ids=lambda event: event.name)
-@pytest.mark.parametrize("fn, name", CASES)
-def test_an_algorithm_that_reads_numbers_is_named_with_its_line(
-    fn: Callable[[Tensor], Tensor], name: str, event: Event
-) -> None:
-    _, fast = made([reading(fn, event)])
-    with pytest.raises(TraceError) as caught:
-        fast(make_state(), make_batch())
-    text = str(caught.value)
-    assert f"reader at {event}" in text and f"the line of {name}" in text and "test_capture.py" in text
-    assert all(way in text for way in ("torch.where", "in the data", "host=True", "fallback=True"))
-    assert caught.value.__cause__ is not None
-
-
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
-@pytest.mark.parametrize("fn, name", CASES)
-def test_a_network_that_reads_numbers_is_named_with_its_line(fn: Callable[[Tensor], Tensor], name: str) -> None:
-    _, fast = made()
-    with pytest.raises(TraceError) as caught:
-        fast(make_state(Layer(fn)), make_batch())
-    text = str(caught.value)
-    assert "forward" in text and f"the line of {name}" in text and "test_capture.py" in text
-
-
-def test_a_layer_of_torch_that_reads_numbers_is_named() -> None:
-    class Adaptive(nn.AdaptiveLogSoftmaxWithLoss):
-        def forward(self, input_: Tensor, target_: Any = None) -> Any:
-            return self.predict(input_)
-
-    _, fast = made()
-    with pytest.raises(TraceError, match="in the layer '1' .Adaptive"):
-        fast(make_state(nn.Sequential(nn.Linear(4, 4), Adaptive(4, 3, [1, 2], div_value=1))), make_batch())
-
-
-def test_functions_of_torch_that_read_lengths_are_named_with_what_replaces_them() -> None:
-    def ctc(outputs: Tensor, targets: Tensor) -> Tensor:
-        ones = torch.ones_like(targets)
-        return F.ctc_loss(outputs.log_softmax(1)[None], targets[:, None], ones, ones)
-
-    def packed(x: Tensor) -> Tensor:
-        return pack_padded_sequence(x[..., None], torch.full((8,), 3), batch_first=True).data.sum() + x
-
-    with pytest.raises(TraceError, match=r"in the stage loss.* losses\.ctc\(.*is the same loss and compiles"):
-        made()[1](make_state(nn.Linear(4, 3), loss=ctc), make_batch())
-    with pytest.raises(TraceError, match=r"in the stage forward.*Pass the layer padded sequences"):
-        made()[1](make_state(Layer(packed)), make_batch())
-
-
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("fn, name", CASES)
-def test_fallback_runs_the_composed_step_with_one_warning(
-    fn: Callable[[Tensor], Tensor], name: str, donate: bool
-) -> None:
-    step, fast = made(fallback=True, donate=donate)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
-        warnings.filterwarnings("always", "a step cannot be compiled")
-        assert_runs_agree(step, fast, make_state(Layer(fn)), make_batches(4))
-    assert [warning.category for warning in told] == [UserWarning]
-    assert f"the line of {name}" in str(told[0].message) and told[0].filename.endswith("compile_helpers.py")
-    assert len(fast.variants()) == 0
-
-
-@pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.BEFORE_FORWARD], ids=lambda event: event.name)
-@pytest.mark.parametrize("donate", [True, False])
-def test_fallback_keeps_an_algorithm_outside_of_the_gradient_between_compiled_parts(donate: bool, event: Event) -> None:
-    step, fast = made([reading(by_if, event), average()], fallback=True, donate=donate)
-    runs = "reader.* runs between compiled parts" if event is Event.AFTER_DATALOADER else "such steps run eagerly"
-    with pytest.warns(UserWarning, match=f"in reader at .*As fallback=True asks, {runs}") as told:
-        assert_runs_agree(step, fast, step.init(make_state()), [*make_batches(5), make_batch(9, size=5)])
-    assert len(told) == 1
-    assert [variant.hits for variant in fast.variants()] == ([4] if event is Event.AFTER_DATALOADER else [])
 
 
 def test_fallback_compiles_the_schedules_that_it_can() -> None:
