@@ -95,21 +95,10 @@ def own_loss(state):
     return state.replace(loss=torch.nn.functional.cross_entropy(state.outputs, state.targets))
 
 
-def test_an_own_loss_within_a_grad_does_not_hide_an_update_without_gradients():
-    program = [Grad(pc.loop.forward, own_loss, wrt="0.*"), update(wrt="3.*")]
-    with pytest.raises(ValueError, match=r"no Grad before it differentiates in 3\.weight, 3\.bias; put Grad"):
-        compose(program)(make_state(), make_batch())
-
-
-def test_an_update_that_finds_none_of_its_gradients_is_reported():
-    program = [Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"), lambda state: state, update(wrt="3.*")]
+@pytest.mark.parametrize("loss", [pc.loop.loss, own_loss])
+def test_an_update_that_finds_none_of_its_gradients_is_reported(loss):
+    program = [Grad(pc.loop.forward, loss, wrt="0.*"), update(wrt="3.*")]
     with pytest.warns(UserWarning, match=r"update\(wrt='3\.\*'\) updates nothing: .* of 0\.weight, 0\.bias"):
-        compose(program)(make_state(), make_batch())
-
-
-def test_an_update_of_params_that_no_grad_differentiates_is_an_error():
-    program = [Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"), update(wrt="3.*")]
-    with pytest.raises(ValueError, match=r"no Grad before it differentiates in 3\.weight, 3\.bias; put Grad"):
         compose(program)(make_state(), make_batch())
 
 

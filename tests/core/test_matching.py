@@ -220,9 +220,7 @@ def test_static_facts_and_shapes_can_be_read(match: Callable[[Any], bool], state
 )
 def test_a_match_that_reads_a_value_gets_an_error_with_remedies(match: Callable[[Any], Any], state: State) -> None:
     state = state.replace(loss=torch.tensor(0.5), metrics={"accuracy": torch.tensor(0.9)})
-    with pytest.raises(
-        MatchError, match="^watcher: match failed at Event.AFTER_DATALOADER: .*test_matching.py"
-    ) as caught:
+    with pytest.raises(MatchError, match="^watcher: match failed at Event.AFTER_DATALOADER: ") as caught:
         acts(match, state)
     for text in ("the value of a tensor was read", "host=True", "torch.where"):
         assert text in str(caught.value)

@@ -354,19 +354,12 @@ def test_a_network_of_several_players_needs_a_usual_one():
     assert pc.evaluate(make_state(net), [make_batch()]) == pc.evaluate(make_state(net.both["G"]), [make_batch()])
 
 
-@pytest.mark.parametrize("form", ["plain", "compiled", "fit"])
-def test_terms_that_only_the_training_loss_has_are_reported_once(form):
-    penalty = changing("penalty", Event.AFTER_LOSS, lambda state: state.replace(loss=2 * state.loss))  # pyright: ignore
-    reading = changing("reading", Event.AFTER_LOSS, lambda state: state.replace(metrics={"loss": state.loss}))
-    step, state = compose(loop_events, [penalty, reading]), make_state()
-    if form == "fit":
-        with pytest.warns(UserWarning, match="evaluator 'eval' lacks what penalty did to the training loss") as seen:
-            pc.fit(step, state, uneven(), duration="2ep", evaluate=Evaluator(uneven()))
-        assert len(seen) == 1
-        return
-    step = pc.compile(step, backend="eager", quiet=True) if form == "compiled" else step
-    state = step(step.init(state), make_batch())
+def test_terms_that_only_the_training_loss_has_are_reported():
+    traits = {pc.Trait.EDITS_LOSS}
+    doubled = lambda state: state.replace(loss=state.loss + state.loss)  # noqa: E731
+    penalty = changing("penalty", Event.AFTER_LOSS, doubled, traits=traits)
+    step = compose(loop_events, [penalty])
+    state = step(step.init(make_state()), make_batch())
     evaluate(state, uneven(), {"accuracy": pc.metrics.accuracy}, step=step)
     with pytest.warns(UserWarning, match="lacks what penalty did to the training loss at AFTER_LOSS"):
         evaluate(state, uneven(), step=step)
-    evaluate(state, uneven(), step=step)
