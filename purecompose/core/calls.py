@@ -15,6 +15,7 @@ from purecompose.batch.fields import aliases, tensors
 from purecompose.core.given import Marks, watched
 from purecompose.core.loss import with_scalars
 from purecompose.core.ranks import Ranks, SharedPart
+from purecompose.core.values import Values
 from purecompose.nn.keyed import modules
 from purecompose.nn.keyed.scope import CURRENT, current_run, is_compared, running
 from purecompose.nn.network import call_model
@@ -23,7 +24,7 @@ from purecompose.nn.network import call_model
 _Result = tuple[Any, dict[str, Tensor]]
 
 
-def _shared_rng(state: Any, name: str) -> random.Rng:
+def _shared_rng(state: Values, name: str) -> random.Rng:
     """Return the generator of the draws called `name`, the same in all turns of a stage; see `State.rng`."""
     if state.clock is None:
         return random.Rng(random.fold_in(state.key, state.timestamp.batch), random.salt(name))
@@ -31,13 +32,13 @@ def _shared_rng(state: Any, name: str) -> random.Rng:
     return random.Rng(state.clock.key_of_draws(state.key), random.salt(*names))
 
 
-def rng_of_turn(state: Any, name: str) -> random.Rng:
+def rng_of_turn(state: Values, name: str) -> random.Rng:
     """See `State.rng`."""
     part = CURRENT.get()
     return _shared_rng(state, name if part is None or not part.turn else f"{name}, turn {part.turn}")
 
 
-def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = None) -> _Result:
+def run_model(state: Values, inputs: Any, *, train: bool, rng_name: str | None = None) -> _Result:
     """See `State.run_model`."""
     current = CURRENT.get()
     part = current if rng_name is None else None
@@ -46,33 +47,31 @@ def run_model(state: Any, inputs: Any, *, train: bool, rng_name: str | None = No
     if state.clock is None:  # outside of a step, whose batch consists of aliases already
         inputs = aliases(inputs)
 
-    def call(inputs: Any = inputs, skipped: int = 0) -> _Result:
+    def call() -> _Result:
         def keyed() -> modules.Keyed:
             if part is not None:
                 part.check_replayable()
             sizes = leading_sizes(inputs) if context.layout.has_rows(state.batch) else []
             num_examples = sizes[0] if len(sizes) == 1 else None
             if state.batch is not None and sizes:
-                num = state.num_examples - skipped
+                num = state.num_examples
                 if len(sizes) > 1 or sizes[0] > num:  # what all examples share is among the inputs; or several views
                     num_examples = num
-                if num not in sizes and current is not None and current.passes is not None:
+                if num not in sizes and is_compared():
                     num_examples = None  # which rows belong to an example of a slice is not known
-            return _keyed(state, _shared_rng(state, name), num_examples, skipped)
+            return _keyed(state, _shared_rng(state, name), num_examples)
 
         return call_model(
             context.model, state.params, state.buffers, inputs, train=train, keyed=keyed, precision=context.precision
         )
 
-    if current is not None and current.passes is not None:
-        return current.passes.run(call, inputs, state)
     if state.clock is not None or context.model.skeleton(train).draws is not None:
         return call()
     marks = Marks(lambda: [("its inputs", one) for one in tensors(inputs)], with_values=True)
     return watched(call, "the network", [marks])
 
 
-def per_example(state: Any, fn: Callable[[Any], Any]) -> Any:
+def per_example(state: Values, fn: Callable[[Any], Any]) -> Any:
     """See `State.per_example`."""
     current, purpose, num = CURRENT.get(), current_run(), state.num_examples
     with torch.no_grad():
@@ -92,7 +91,7 @@ def per_example(state: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def run_loss(
-    state: Any, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None = None
+    state: Values, fn: Callable[[Callable[..., Any]], Any], *, train: bool, num_examples: int | None = None
 ) -> _Result:
     """See `State.call_loss`."""
     context = state.context
@@ -111,13 +110,13 @@ def run_loss(
     def keyed() -> modules.Keyed:
         has_rows = context.layout.has_rows(state.batch)
         rows = None if not has_rows else state.num_examples if num_examples is None else num_examples
-        return _keyed(state, state.rng(".loss"), rows)
+        return _keyed(state, rng_of_turn(state, ".loss"), rows)
 
     return call_model(context.loss_model, state.params, state.buffers, [fn], train=train, keyed=keyed)
 
 
-def _keyed(state: Any, rng: random.Rng, num_examples: int | None, skipped: int = 0) -> modules.Keyed:
-    first_example = skipped + (0 if state.first_example is None else state.first_example)
+def _keyed(state: Values, rng: random.Rng, num_examples: int | None) -> modules.Keyed:
+    first_example = 0 if state.first_example is None else state.first_example
     scope = modules.keyed(rng, num_examples=num_examples, first_example=first_example)
     scope.is_compared = is_compared()
     return scope

@@ -50,7 +50,8 @@ from purecompose.core.program import Program, StateFn, Update, events_in
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Scope
 from purecompose.core.separable import check_operations, is_due
-from purecompose.core.state import NO_TEMPORARY, State
+from purecompose.core.state import State
+from purecompose.core.values import NO_TEMPORARY
 from purecompose.time import Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER

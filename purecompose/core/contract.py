@@ -12,7 +12,8 @@ from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.given import Marks, Named, watched
 from purecompose.core.loss import changed_constant, constants_of
-from purecompose.core.state import State, fields_where
+from purecompose.core.state import State
+from purecompose.core.values import fields_where
 from purecompose.errors import ContractError, FormError
 from purecompose.time.event import Event
 

@@ -25,7 +25,8 @@ from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import NOTHING
 from purecompose.core.operation import Carry, Purpose
 from purecompose.core.ranks import SharedPart
-from purecompose.core.state import State, fields_where
+from purecompose.core.state import State
+from purecompose.core.values import fields_where
 from purecompose.nn.differentiable import Once, OwnDerivatives, plain_operations
 from purecompose.nn.keyed.scope import Part, running
 
@@ -248,7 +249,7 @@ _LEAVE_GRAD = fields_where(leaves_grad=True)
 def _set_by_body(before: State, after: State) -> dict[str, Any]:
     """Return the fields that the body replaced: only these can be attached to its graph."""
     new = after.__dict__
-    # A field that neither state has looked up yet (see `Leasable`) was not replaced.
+    # A field that neither state has looked up yet (see `Values`) was not replaced.
     found = {name: new[name] for name in _LEAVE_GRAD if name in new and new[name] is not getattr(before, name)}
     found["loss"] = after.loss
     return found

@@ -54,8 +54,8 @@ class Purpose(NamedTuple):
     """Record of the numbers of examples in the parts that this process has taken, while a graph is traced."""
     replaces_gradients: bool = False
     """True if a method replaces all gradients before anything reads them, so that processes need not send them."""
-    passes: Any = None
-    """Recorder of forward passes and losses, in a check of gradients; see `purecompose.core.halves`."""
+    is_compared: bool = False
+    """True in a check that compares a few examples with halves of them; see `purecompose.core.separable`."""
     forwards: dict[Any, Any] | None = None
     """The forward passes so far, by their operations, if the gradients of several losses share them; see `gradient`."""
     frees_fields: bool = False
@@ -202,11 +202,7 @@ def lift(
         # Not a `with` block, which would cost three times as much, in every step.
         token = CURRENT.set(Part(pass_name, purpose, turn))
         try:
-            if purpose.passes is None:
-                new_state = fn(state, purpose.watch)
-            else:
-                with purpose.passes.compared():
-                    new_state = fn(state, purpose.watch)
+            new_state = fn(state, purpose.watch)
         finally:
             CURRENT.reset(token)
         if may_set_gradients and used and new_state.grads and new_state.grads is not state.grads:

@@ -103,14 +103,7 @@ class Grad(Scope):
                 carry = carry._replace(state=state.replace(grads=_without(state.grads, used) or None))
             forwards = None if place.is_weighted else purpose.forwards
             if forwards is None:
-
-                def inside(inner: Carry) -> Carry:
-                    end = body(inner, purpose)
-                    if purpose.passes is not None:
-                        purpose.passes.differentiate(end.state.loss)
-                    return end
-
-                after = differentiate(inside, carry, names, own, purpose)
+                after = differentiate(lambda inner: body(inner, purpose), carry, names, own, purpose)
             else:
                 one = forwards.setdefault(forward, Forward())
                 first = lambda inner: one.run(lambda inner: forward(inner, purpose), inner)  # noqa: E731

@@ -3,10 +3,9 @@
 Microbatches, several processes, gradient accumulation and evaluation compute means over parts. A few examples of the
 batch are given to the loss together and in two halves, at the network's outputs and at others. The gradient with
 respect to each output must be the same, times the weight of its half; and the network's outputs for an example must not
-change with the other examples. A stage of your own is given the outputs of its first run in place of forward passes,
-whose inputs must not change with the other examples either. Where outputs do not have a row for each example, passes
-run again, and gradients with respect to the parameters are compared. All this is in double precision where the code
-permits it, so that a term of any weight is seen.
+change with the other examples. Where a stage of your own computes the loss, or outputs do not have a row for each
+example, gradients with respect to the parameters are compared. All this is in double precision where the code permits
+it, so that a term of any weight is seen.
 """
 
 import itertools
@@ -22,14 +21,13 @@ from purecompose._support.functorch import has_values, is_transforming
 from purecompose._support.messages import warn
 from purecompose.core.halves import (
     Comparison,
-    ForwardPasses,
     Found,
     NotMeanError,
     Variant,
     check_halves,
     coarsest,
     is_differentiable,
-    with_halves,
+    largest,
 )
 from purecompose.core.layout import Cut
 from purecompose.core.means import denominators, num_terms, targets_of_loss
@@ -134,15 +132,8 @@ def check_scope(
     is_model_loss = until_loss is not None and isinstance(state.context.loss, losses.ModelLoss)
     carry = carry._replace(state=state.replace(denominators=denominators(state, count)))
     if until_loss is not None and not is_model_loss and layout.has_rows(state.batch):
-        passes = ForwardPasses(state.num_examples, "a stage before the loss")
-        purpose = NO_PURPOSE._replace(passes=passes)
-        end = until_loss(carry, purpose).state
-        has_rows = passes.have_rows and _have_rows(end)
-        if has_rows:
-            for part, rows in with_halves(state):
-                passes.begin(Variant(rows, is_moved=False, is_double=False))
-                until_loss(carry._replace(state=part), purpose)
-        if has_rows:
+        end = _run(until_loss, carry).state
+        if _have_rows(end) and _compare_mixed(until_loss, carry, end):
             try:
                 check_outputs(end)
                 return
@@ -226,37 +217,74 @@ def _of_outputs(state: State, train: bool, is_double: bool) -> Found | None:
     return Found(loss.detach(), grads, len(rows), float(num_terms(inner)), eps, max(32 * eps, 1e-12))
 
 
+def _run(operation: Operation, carry: Carry, is_double: bool = False) -> Carry:
+    """Run a part of a step so that its results for different examples can be compared."""
+    with Comparison(is_double):
+        return operation(carry, _COMPARED)
+
+
+def _compare_mixed(until_loss: Operation, carry: Carry, end: State) -> bool:
+    """Warn if outputs of the last examples change when two of them take the places of the others, or without these.
+
+    Without the others, the batch is smaller and so rounded otherwise: only large changes count, as by a capacity. None
+    count if the network draws, as it may draw for all examples in the shape that those of a few have.
+
+    Returns:
+        True; or False if outputs without the others are not fewer, such as those of the members of an ensemble.
+    """
+    state, num = carry.state, carry.state.num_examples
+    half, ours = -(-num // 2), batches.tensors(end.outputs)
+    rows = torch.arange(num, device=state.device)
+    rows[:half], rows[:half:2] = num - 1, half
+
+    def run(rows: Tensor, first: int = 0) -> list[Tensor]:
+        few = state.context.layout.take(state.batch, rows)
+        changes = {"batch": few, "first_example": (state.first_example or 0) + first}
+        return batches.tensors(_run(until_loss, carry._replace(state=state.replace(**changes))).state.outputs)
+
+    def is_mixed(theirs: list[Tensor], tolerance: float) -> bool:
+        return any(
+            is_differentiable(one) and largest(one[half:] - other[half - num :]) > tolerance * largest(one)
+            for one, other in zip(ours, theirs, strict=True)
+        )
+
+    fewer = run(torch.arange(half, num, device=state.device), half)
+    if not all(one.shape[:1] == (num - half,) for one in fewer):
+        return False
+    draws = state.context.model.skeleton(train=True).draws
+    if is_mixed(run(rows), 1e-5) or (not draws and is_mixed(fewer, 0.05)):
+        warn(
+            "the network's outputs for an example depend on the other examples of the batch, and so differ in "
+            "microbatches, on several processes and with gradient_accumulation. Let the network, and stages before it, "
+            "compute them from the example itself (a capacity for each sequence, not for the batch; draws by "
+            "state.example_rng); batch normalisation is an exception"
+        )
+    return True
+
+
 def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carry: Carry) -> None:
     """Raise unless the gradients that a body computes are the means over two halves of the examples."""
-    state, layout = carry.state, carry.state.context.layout
+    state = carry.state
     subject = f"the loss of the stage {stage}" if until_loss is None else _subject(state)
 
-    def check(may_replace: bool) -> None:
-        passes = ForwardPasses(state.num_examples, f"the stage {stage}", may_replace=may_replace)
+    def find(inner: State, given: Variant) -> Found:
+        if given.is_moved:
+            inner = inner.replace(params={name: _moved(param) for name, param in inner.params.items()})
+        with Comparison(given.is_double) as mode:
+            after, _, terms = body(carry._replace(state=inner), _COMPARED)
+        assert after.loss is not None
+        if terms is None:
+            terms = inner.num_examples if until_loss is None else num_terms(after.replace(batch=inner.batch))
+        grads = after.grads or {}
+        named = [grads.get(name, torch.zeros_like(param)) for name, param in inner.params.items()]
+        return Found(after.loss, named, 0, float(terms), mode.eps, mode.eps**0.5)
 
-        def find(inner: State, given: Variant | None) -> Found:
-            passes.begin(given)
-            after, _, terms = body(carry._replace(state=inner), NO_PURPOSE._replace(passes=passes))
-            assert after.loss is not None
-            if terms is None:
-                terms = inner.num_examples if until_loss is None else num_terms(after.replace(batch=inner.batch))
-            grads, eps = after.grads or {}, passes.eps
-            named = [grads.get(name, torch.zeros_like(param)) for name, param in inner.params.items()] if grads else []
-            tolerance = eps**0.5 if named else 256 * eps
-            return Found(after.loss, [*passes.grads, *named], len(passes.grads), float(terms), eps, tolerance)
+    check_halves(find, state, subject, (*state.params, *state.buffers))
 
-        found = find(state, None)
-        is_replaced = passes.are_replaced and bool(passes.leaves) and not found.grads  # nothing else reads parameters
-        check_halves(find, state, subject, () if is_replaced else (*state.params, *state.buffers))
 
-    if layout.has_rows(state.batch):
-        try:
-            return check(may_replace=True)
-        except (NotMeanError, Warning):
-            raise
-        except Exception:  # for example because it differentiates outputs with respect to parameters
-            pass
-    check(may_replace=False)
+def _moved(param: Tensor) -> Tensor:
+    """Return other values of a parameter, such as it might have."""
+    return param * 1.25 if is_differentiable(param) else param
 
 
 def _have_rows(state: State) -> bool:
@@ -288,5 +316,6 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
+_COMPARED = NO_PURPOSE._replace(is_compared=True)
 _MOST = 7
 """Number of examples that are compared: a size that tables which all examples share rarely have."""

@@ -5,10 +5,9 @@ model, the loss, the optimizer and the host's counters form one static part, who
 so that states of different times and seeds can be mapped, stacked and subtracted.
 """
 
-import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,39 +16,23 @@ from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import PRECISIONS
 from purecompose.core.calls import per_example, rng_of_turn, run_loss, run_model
-from purecompose.core.clock import Clock
-from purecompose.core.context import Context, Static, as_hparams, check_params, translated
-from purecompose.core.fields import DONATED, HIDDEN, REPORT, TEMPORARY, FieldInfo, Leasable, none, state_field
+from purecompose.core.context import Context, Static
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import joined, scalars_of
 from purecompose.core.overview import describe_moment, state_as_html
-from purecompose.core.ranks import Ranks, Sharing
-from purecompose.nn.model import Model, from_module
+from purecompose.core.ranks import Sharing
+from purecompose.core.values import TENSOR_FIELDS, Values, fields_where
+from purecompose.nn.model import from_module
 from purecompose.nn.network import warn_of_dropped
 from purecompose.optim.protocol import check_optimizer, checked_init
 from purecompose.random.keys import as_rng
-from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
+from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.time import RunLength, Time, Timestamp
 from purecompose.time.units import named_time
 
 
-class Regrad(Protocol):
-    """The part of the running step that computes the gradient; see `State.gradient`."""
-
-    ranks: Ranks | None
-    """The processes that share its batch, if there are several."""
-
-    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all", /) -> tuple[dict[str, Tensor], Tensor]: ...
-
-    def gradients(
-        self, of: Sequence[Callable[..., Tensor]], params: dict[str, Tensor], sharing: Sharing
-    ) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """Return the gradients and the loss of each of these losses, in place of the state's own."""
-        ...
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class State(Leasable):
+class State(Values):
     """All values of a training run, as an immutable pytree.
 
     Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are not leaves.
@@ -59,42 +42,6 @@ class State(Leasable):
         state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=0, duration="20ep")
         state = state.replace(params=new_params)
     """
-
-    static: Static
-    """Everything that is not a tensor: model, loss, optimizer, settings, and the time on the host."""
-    params: dict[str, Tensor] = state_field(FieldInfo(persists=True, keeps_form=True))
-    """Parameters by qualified name."""
-    buffers: dict[str, Tensor] = state_field(DONATED)
-    """Buffers by qualified name."""
-    opt_state: Any = state_field(DONATED)
-    """The optimizer's state, any pytree."""
-    slots: dict[str, Any] = state_field(DONATED)
-    """The memory of each algorithm, by its name."""
-    hparams: dict[str, Tensor] = state_field(DONATED)
-    """Named scalars, 0-d float32."""
-    key: Tensor = state_field(REPORT)
-    """The run's root key, int64 of shape (2,)."""
-    loss: Tensor | None = state_field(REPORT, none)
-    """The last step's loss, 0-d, NaN before the first; reading its value waits for the device."""
-    metrics: dict[str, Tensor] = state_field(REPORT, dict)
-    """Values that algorithms report about the last step; nothing reads them back."""
-    batch: Any = state_field(TEMPORARY, none)
-    """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
-    outputs: Any = state_field(FieldInfo(leaves_grad=True), none)
-    """Inside a step: the model's outputs; after several slices of a batch, or on several processes, they are sealed."""
-    grads: dict[str, Tensor] | None = state_field(TEMPORARY, none)
-    """Inside a step: the gradients of the trainable parameters that the loss reaches; the others are absent."""
-    clock: Clock | None = state_field(HIDDEN, none)
-    """Inside a step: the time, as tensors."""
-    first_example: Any = state_field(HIDDEN, none)
-    """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
-    whole_loss: Any = state_field(HIDDEN, none)
-    """Inside a slice, for a loss that couples examples: the loss of all slices, its gradients with respect to the
-    slice's outputs, and these outputs; see `purecompose.core.means`."""
-    denominators: Any = state_field(HIDDEN, none)
-    """For a loss or stage with `denominators`: the numbers it divides by; in a slice, its share of them."""
-    regrad: Regrad | None = state_field(HIDDEN, none)
-    """Inside a step, after its gradients: a pytree node that runs them again; see `gradient`."""
 
     @classmethod
     @suggests_keywords(seed="key=3", epochs='duration="3ep"', lr="optimizer=optim.sgd(0.1)")
@@ -195,84 +142,7 @@ class State(Leasable):
         )
         return state.with_hparams(collect(scalars, Hparam)).to(device or next((t.device for t in tensors), "cpu"))
 
-    # Reading
-
-    @property
-    def context(self) -> Context:
-        """The static part without the time."""
-        return self.static.context
-
-    @property
-    def model(self) -> Model:
-        """The architecture."""
-        return self.static.context.model
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer."""
-        return self.static.context.optimizer
-
-    @property
-    def timestamp(self) -> Timestamp:
-        """The host's counters; sealed inside a step, where `clock` holds the time."""
-        return self.static.timestamp  # pyright: ignore[reportReturnType]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the state's tensors."""
-        return self.key.device
-
-    @property
-    def inputs(self) -> Any:
-        """The batch's input, by the state's `input_field`."""
-        return batches.get(self.batch, self.context.input_field)
-
-    @property
-    def targets(self) -> Any:
-        """The batch's target, by the state's `target_field`; `None` if that is `None`."""
-        return batches.get(self.batch, self.context.target_field)
-
-    @property
-    def num_examples(self) -> int:
-        """The number of examples in the batch."""
-        return self.context.layout.num_examples(self.batch)
-
     # Changing
-
-    def replace(self, **changes: Any) -> "State":
-        """Return a copy with new values in these fields; everything else is shared.
-
-        Besides the fields, `inputs` and `targets` replace members of the batch, `timestamp` the time, and
-        `model`, `optimizer`, `frozen` and other names of `Context` the static part. Numbers among `hparams`
-        become 0-d float32 tensors. `frozen` lists all parameters to be frozen, by names and patterns (`fnmatch`, on the
-        whole name): an empty list makes all trainable. The optimizer gets fresh memory for parameters that had none;
-        frozen ones keep theirs, unless there was no step yet.
-
-        Raises:
-            TypeError: No field has that name, or an hparam is neither a number nor a tensor of shape (), or (n,) in
-                the stacked states of n members.
-            ValueError: A name or pattern in `frozen` matches no parameter, `frozen` leaves out a parameter that is not
-                floating point, or `params` has other names than the model's.
-
-        Example:
-            >>> from purecompose import losses, optim
-            >>> state = State.create(nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
-            >>> state.replace(frozen=["b*"]).context.trainable
-            ('weight',)
-        """
-        if not _FIELDS.issuperset(changes):
-            changes = translated(self, changes, _FIELDS)
-        params = changes.get("params")
-        if params is not None and (type(params) is not dict or params.keys() != self.params.keys()):
-            check_params(params, self.params, is_other_model="static" in changes)
-        if "hparams" in changes:
-            changes["hparams"] = as_hparams(changes["hparams"], changes.get("key", self.key), self.device)
-        # This is called ten times a step: `|=` copies faster than `update` or the constructor.
-        successor = object.__new__(State)
-        values = successor.__dict__
-        values |= self.__dict__
-        values |= changes
-        return successor
 
     def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
         """Add the named scalars that the state lacks, with their defaults; existing ones keep their values.
@@ -307,17 +177,6 @@ class State(Leasable):
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)
 
     # Using
-
-    def scalar(self, scalar: Scalar) -> float | Tensor:
-        """Return the current value of a setting: a number unchanged, an hparam or a schedule as a 0-d tensor.
-
-        Raises:
-            KeyError: The state lacks the hparam, or the step does not evaluate the schedule.
-            RuntimeError: A schedule is read outside a step.
-        """
-        if isinstance(scalar, (int, float)):
-            return scalar
-        return resolve(scalar, hparams=self.hparams, scheduled=self._scheduled)
 
     def rng(self, name: str) -> random.Rng:
         """Return the generator of the draws called `name`, derived from the run's key, the batch and the name.
@@ -472,11 +331,6 @@ class State(Leasable):
         """
         return run_loss(self, fn, train=train, num_examples=num_examples)
 
-    def _scheduled(self, schedule: Schedule) -> Tensor:
-        if self.clock is None:
-            raise RuntimeError(f"{schedule!r} has a value inside a step only; call schedule(timestamp) to look at it")
-        return self.clock.scheduled(schedule)
-
     def __repr__(self) -> str:
         lease, moment = self.lease, describe_moment(self.static.timestamp)
         if lease is not None and not lease.is_live:
@@ -498,28 +352,6 @@ class State(Leasable):
         return state_as_html(f"State {moment}: {members}{self.model!r}, on {self.device}", fields)
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(State))
-_INFO: dict[str, FieldInfo] = {
-    field.name: field.metadata["info"] for field in dataclasses.fields(State) if "info" in field.metadata
-}
-_TENSOR_FIELDS = tuple(_INFO)
-
-
-def fields_where(**properties: bool) -> tuple[str, ...]:
-    """Return the names of the fields with these properties (see `FieldInfo`), in the order of `State`.
-
-    Example:
-        >>> fields_where(persists=True, keeps_form=False)
-        ('key', 'loss', 'metrics')
-    """
-    wanted = properties.items()
-    return tuple(name for name, info in _INFO.items() if all(getattr(info, key) is value for key, value in wanted))
-
-
-NO_TEMPORARY: dict[str, None] = dict.fromkeys(fields_where(persists=False))
-"""Values of the temporary fields between steps."""
-
-
 def check_single(state: State, where: str, remedy: str) -> None:
     """Raise a `ValueError` if a state is a population's."""
     if state.key.ndim > 1:
@@ -527,7 +359,7 @@ def check_single(state: State, where: str, remedy: str) -> None:
 
 
 def _flatten(state: State) -> tuple[tuple[str, ...], tuple[Any, ...], Hashable]:
-    values = [(name, value) for name in _TENSOR_FIELDS if (value := getattr(state, name)) is not None]
+    values = [(name, value) for name in TENSOR_FIELDS if (value := getattr(state, name)) is not None]
     return tuple(name for name, _ in values), tuple(value for _, value in values), state.static
 
 
@@ -538,5 +370,5 @@ def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> 
     return state
 
 
-_NO_FIELDS = dict.fromkeys(_TENSOR_FIELDS)
+_NO_FIELDS = dict.fromkeys(TENSOR_FIELDS)
 tree.register_node(State, _flatten, _unflatten)

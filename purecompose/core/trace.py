@@ -10,7 +10,8 @@ from purecompose import tree
 from purecompose._support.tables import columns, fragment, note, table
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
-from purecompose.core.state import State, fields_where
+from purecompose.core.state import State
+from purecompose.core.values import fields_where
 from purecompose.time.event import Event
 
 

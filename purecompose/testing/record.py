@@ -12,7 +12,8 @@ from purecompose.core.context import Context
 from purecompose.core.operation import Node
 from purecompose.core.program import Program, StateFn
 from purecompose.core.scopes import Grad, Microbatches
-from purecompose.core.state import State, fields_where
+from purecompose.core.state import State
+from purecompose.core.values import fields_where
 from purecompose.testing.law import Broken
 from purecompose.testing.process import process_settings
 from purecompose.time.event import Event

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._support.functorch import plainly
-from purecompose.core.state import fields_where
+from purecompose.core.values import fields_where
 from purecompose.errors import SpentStateError
 from purecompose.time import Timestamp
 from purecompose.transforms.signature import Signature

@@ -19,7 +19,8 @@ from purecompose._support.shards import is_shard
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import SINGLE, Carry, Lowered, Members, Operation, Purpose, in_order
-from purecompose.core.state import NO_TEMPORARY, State, fields_where
+from purecompose.core.state import State
+from purecompose.core.values import NO_TEMPORARY, fields_where
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.members import common, expanded, mapped, member, stacked

@@ -17,7 +17,8 @@ from purecompose import batch as batches, tree
 from purecompose._support.shards import is_shard
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
-from purecompose.core.state import State, fields_where
+from purecompose.core.state import State
+from purecompose.core.values import fields_where
 from purecompose.errors import RankTimeoutError
 
 

@@ -222,24 +222,22 @@ class Part:
         run: The run of a step that it belongs to (`core.operation.Purpose`); `None` outside of steps.
         num_passes: Number of passes so far.
         turn: Number of earlier stages of the same name in the program.
-        passes: Recorder that runs the passes in a check of gradients, or `None`.
         is_compared: True if slices of a batch are compared, so that draws must not depend on their sizes.
         is_apart: True if batch normalisation uses the statistics of what it is given, whatever the run shares.
     """
 
-    __slots__ = ("_hooks", "is_apart", "is_compared", "name", "num_passes", "passes", "run", "turn")
+    __slots__ = ("_hooks", "is_apart", "is_compared", "name", "num_passes", "run", "turn")
 
     def __init__(self, name: str, run: Any = None, turn: int = 0, num_passes: int = 0) -> None:
         self.name, self.run, self.turn, self.num_passes = name, run, turn, num_passes
-        self.passes: Any = None if run is None else run.passes
-        self.is_compared: bool = self.passes is not None
+        self.is_compared: bool = run is not None and run.is_compared
         self.is_apart = False
         self._hooks = saved_tensors_hooks()
 
     def region(self, num_passes: int, run: Any = None) -> Part:
-        """Return a part of this one whose passes are counted separately, from a number on, and not recorded."""
+        """Return a part of this one whose passes are counted separately, from a number on."""
         part = Part(self.name, run or self.run, self.turn, num_passes)
-        part.passes, part.is_compared, part.is_apart = None, self.is_compared, self.is_apart
+        part.is_compared, part.is_apart = self.is_compared, self.is_apart
         return part
 
     def next_pass(self) -> str:

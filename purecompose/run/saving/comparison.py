@@ -15,8 +15,9 @@ from purecompose import tree
 from purecompose._support import __version__
 from purecompose._support.fingerprint import in_words
 from purecompose._support.messages import warn
-from purecompose.core.context import Static, memory_for
-from purecompose.core.state import State, fields_where
+from purecompose.core.context import Static
+from purecompose.core.state import State
+from purecompose.core.values import fields_where, memory_for
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.nn.model import Model
 from purecompose.optim.base import match_or_raise, matched

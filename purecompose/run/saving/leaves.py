@@ -19,7 +19,8 @@ from purecompose import tree
 from purecompose._support.checks import shown
 from purecompose._support.shards import local, place_of, placed, span_of
 from purecompose.core.context import SealedTime, Static
-from purecompose.core.state import NO_TEMPORARY, State
+from purecompose.core.state import State
+from purecompose.core.values import NO_TEMPORARY
 from purecompose.errors import CheckpointError, DamagedError, MismatchError
 
 

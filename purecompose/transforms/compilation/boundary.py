@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from purecompose.core.context import Static
-from purecompose.core.state import fields_where
+from purecompose.core.values import fields_where
 from purecompose.transforms.donation import LASTING
 from purecompose.transforms.signature import Signature
 

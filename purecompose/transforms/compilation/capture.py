@@ -27,7 +27,8 @@ from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import unvalidated
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation, Purpose
-from purecompose.core.state import State, fields_where
+from purecompose.core.state import State
+from purecompose.core.values import fields_where
 from purecompose.errors import TraceError
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.messages import drop_unread

@@ -13,7 +13,8 @@ from purecompose._support.functorch import is_transforming
 from purecompose.core.compose import WHY_UNTRACED, Prepared, Step
 from purecompose.core.context import Context
 from purecompose.core.separable import is_due
-from purecompose.core.state import NO_TEMPORARY, State
+from purecompose.core.state import State
+from purecompose.core.values import NO_TEMPORARY
 from purecompose.time import TimeUnit
 from purecompose.transforms.compilation.boundary import Boundary
 from purecompose.transforms.compilation.capture import state_of
