@@ -116,7 +116,7 @@ def _purpose(sharing: Sharing) -> Purpose:
     outer = current_run()
     if outer is None:
         return Purpose(sharing, is_again=True)
-    return Purpose(sharing, is_again=True, is_first=outer.is_first, shares=outer.shares)
+    return Purpose(sharing, is_again=True, is_first=outer.is_first)
 
 
 tree.register_node(

@@ -78,7 +78,7 @@ def per_example(state: Values, fn: Callable[[Any], Any]) -> Any:
         if current is None or purpose is None or purpose.whole_batch is None:
             return _checked(fn(state), num)
         ranks = purpose.whole_batch.comparing() if purpose.is_first else purpose.whole_batch
-        share = purpose.take_share(ranks, state)
+        share = ranks.share(state.batch, state.context.layout)
         part = SharedPart(ranks, share, num, state.batch, state.device, shares_statistics=True)
         inner = current.region(current.num_passes, purpose._replace(part=part, whole_batch=None))
         first = share.first_example + (0 if state.first_example is None else state.first_example)

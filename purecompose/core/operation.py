@@ -14,7 +14,7 @@ from torch import Tensor
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import Contract
 from purecompose.core.layout import Cut
-from purecompose.core.ranks import Ranks, Share, SharedPart, Sharing
+from purecompose.core.ranks import Ranks, SharedPart, Sharing
 from purecompose.core.state import State, check_single
 from purecompose.nn.keyed.scope import CURRENT, Part
 from purecompose.time.event import Event
@@ -50,8 +50,6 @@ class Purpose(NamedTuple):
     """The processes that all have the whole batch here, of which each may compute a part; see `state.per_example`."""
     part: SharedPart | None = None
     """The part of the batch that this process runs, if several processes share it."""
-    shares: list[int] | None = None
-    """Record of the numbers of examples in the parts that this process has taken, while a graph is traced."""
     replaces_gradients: bool = False
     """True if a method replaces all gradients before anything reads them, so that processes need not send them."""
     is_compared: bool = False
@@ -65,13 +63,6 @@ class Purpose(NamedTuple):
     def shared_batch(self) -> SharedPart | None:
         """This process's part, if batch normalisation uses the statistics of the whole batch."""
         return self.part if self.part is not None and self.part.shares_statistics else None
-
-    def take_share(self, ranks: Ranks, state: State) -> Share:
-        """Return this process's part of the state's batch."""
-        share = ranks.share(state.batch, state.context.layout)
-        if self.shares is not None:
-            self.shares.append(share.num_examples)
-        return share
 
 
 NO_PURPOSE = Purpose()

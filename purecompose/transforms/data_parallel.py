@@ -22,7 +22,7 @@ from purecompose._support.shards import is_shard
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
 from purecompose.core.means import denominators, part_of
-from purecompose.core.operation import NO_PURPOSE, SINGLE, Carry, Lowered, Operation, Place, Purpose, walk
+from purecompose.core.operation import SINGLE, Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
 from purecompose.core.ranks import Ranks, Share, SharedPart
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
@@ -285,7 +285,7 @@ class _OnPart:
     def _run(self, carry: Carry, purpose: Purpose, ranks: Ranks) -> tuple[Share, Carry]:
         """Return this rank's share of the batch, and the end of its part, where the batch is whole again."""
         state = carry.state
-        share, start = _start_of_part(state, ranks, purpose)
+        share, start = _start_of_part(state, ranks)
         purpose = purpose._replace(whole_batch=None)
         if purpose.sharing == "all":
             part = _part(share, state, ranks, shares_statistics=self.is_whole, is_cut_alike=self.is_by_layer)
@@ -308,7 +308,7 @@ def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry
         carry: Input of the part of the step that the processes share.
     """
     state = carry.state
-    share, start = _start_of_part(state, ranks, NO_PURPOSE)
+    share, start = _start_of_part(state, ranks)
     is_by_layer = placing is not None and placing.is_by_layer
     if placing is not None and not is_by_layer:
         start = start.replace(params=placing.gathered(state.params))
@@ -321,9 +321,9 @@ def _part(share: Share, state: State, ranks: Ranks, **how: bool) -> SharedPart:
     return SharedPart(ranks, share, state.num_examples, state.batch, state.device, **how)
 
 
-def _start_of_part(state: State, ranks: Ranks, purpose: Purpose) -> tuple[Share, State]:
+def _start_of_part(state: State, ranks: Ranks) -> tuple[Share, State]:
     """Return this rank's share of the batch, and the state at the start of its part."""
-    share = purpose.take_share(ranks, state)
+    share = ranks.share(state.batch, state.context.layout)
     first = share.first_example if state.first_example is None else state.first_example + share.first_example
     own = part_of(denominators(state), max(share.num_examples, 1), state.num_examples)
     return share, state.replace(batch=share.batch, first_example=first, denominators=own)

@@ -18,7 +18,7 @@ from purecompose.transforms.compilation.backends import Compiled, compile_graph
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.capture import Captured, capture, explained, fake_mode, state_of
 from purecompose.transforms.compilation.inductor import start_inductor
-from purecompose.transforms.compilation.messages import GraphForm, write_early
+from purecompose.transforms.compilation.messages import GraphForm, described, write_early
 from purecompose.transforms.compilation.options import Options
 from purecompose.transforms.compilation.parts import CompiledPart, Stretch, Values, Variant, too_many
 from purecompose.transforms.compilation.replay import check_on_device
@@ -101,11 +101,11 @@ class Builder:
     ) -> tuple[Captured, GraphForm | None]:
         """Return the graph of a body and its form, if several processes share the batch; describe it in its variant."""
         start = time.perf_counter()
-        shares, form = list[int](), None
-        captured = self._captured(variant, boundary, is_last, body, self.step.purpose()._replace(shares=shares))
+        form = None
+        captured = self._captured(variant, boundary, is_last, body, self.step.purpose())
         if self._ranks is not None:
             write_early(captured.graph, ())
-            form = GraphForm.of(captured.graph.graph, variant.title, shares)
+            form = GraphForm(variant.title, tuple(described(captured.graph.graph)))
         if captured.sizes is not None:
             variant.batch = _words(captured.sizes.describe("batch", boundary.signatures["batch"]))
         variant.trace_seconds = time.perf_counter() - start
@@ -323,7 +323,7 @@ class SlicedPart:
         counts: list[int | None] = []
 
         def counted(carry: Carry, purpose: Purpose) -> Carry:
-            end = body(carry, slices._replace(shares=purpose.shares))
+            end = body(carry, slices)
             counts.append(None if isinstance(end.terms, Tensor) else end.terms)
             return end
 

@@ -123,49 +123,18 @@ class GraphForm(NamedTuple):
     """The part of the step, in words."""
     messages: tuple[str, ...]
     """Its messages in order; the same on all processes."""
-    sizes: int
-    """A checksum of the numbers of examples in this process's parts of batches, and of the shapes of the inputs, such
-    as its rows of parameters."""
-    operations: int
-    """A checksum of its operations and their shapes; the same on processes with equal sizes."""
-
-    @classmethod
-    def of(cls, graph: fx.Graph, title: str, shares: Iterable[int]) -> "GraphForm":
-        """Return the form of a graph. Numbers are left out: they include the place of a share in the batch."""
-        nodes = [node for node in graph.nodes if node.op != "get_attr" and not _is_size(node)]
-        operations = [(str(node.target) if node.op == "call_function" else node.op, _form(node)) for node in nodes]
-        sizes = [*shares, *(_form(node) for node in nodes if node.op == "placeholder")]
-        return cls(title, tuple(described(graph)), _checksum(sizes), _checksum(operations))
 
 
 def check_alike(ranks: Ranks, forms: Sequence[GraphForm], device: torch.device) -> None:
-    """Raise on all processes if the graphs that they are about to run differ.
-
-    Raises:
-        RuntimeError: Processes send other messages, and would wait for each other; or processes with equal parts of
-            the batch run other operations, and their states would diverge.
-    """
-    # How many graphs the slices of a part have depends on its size.
+    """Raise a `RuntimeError` on all processes if their graphs send other messages, for which they would wait."""
     sent = [message for form in forms for message in form.messages]
-    own = [_checksum(sent), _checksum(form.sizes for form in forms)]
-    own.append(_checksum(form.operations for form in forms))
-    found = ranks.gather(torch.tensor([own], device=device)).tolist()
-    operations = [row[1:] for row in found]
-    if any(row[0] != found[0][0] for row in found):
+    own = torch.tensor([zlib.crc32(repr(sent).encode())], device=device)
+    if len(set(ranks.gather(own).tolist())) > 1:
         texts = _gathered_texts(ranks, forms, device)
         raise RuntimeError(
             f"compile: the processes have different graphs, and would wait for each other: {_first_difference(texts)}. "
             "All must run the same code with the same settings; which operations a network consists of must not depend "
             "on the process"
-        )
-    by_sizes: dict[int, int] = {}
-    differing = [rank for rank, (sizes, kind) in enumerate(operations) if by_sizes.setdefault(sizes, kind) != kind]
-    if differing:
-        titles = "; ".join(form.title for form in forms)
-        raise RuntimeError(
-            f"compile: the processes have different graphs: that of rank {', '.join(map(str, differing))} has other "
-            f"operations than that of a rank before it with as many examples, in {titles}. All must run the same code "
-            "with the same settings, or their states diverge"
         )
 
 
@@ -189,15 +158,6 @@ def _first_difference(texts: Sequence[Sequence[str]]) -> str:
 def _form(node: Any) -> str:
     values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
     return " ".join(f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for value in values)
-
-
-def _checksum(words: Iterable[Any]) -> int:
-    return zlib.crc32(repr(list(words)).encode())
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Return whether a node computes with a size that is left open."""
-    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _is_message(node: fx.Node) -> bool:

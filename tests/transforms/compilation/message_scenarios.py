@@ -13,7 +13,7 @@ import purecompose as pc
 from purecompose import Event, State, compose, loop_events, optim
 from purecompose.core import ranks as core_ranks
 from purecompose.transforms.compilation import building
-from tests.helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state
+from tests.helpers import changing, make_batch, make_batches, make_cnn, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, run, told
 from tests.transforms.processes import errors_of
 
@@ -50,17 +50,6 @@ def order(backend: str, algorithms: tuple[Any, ...] = ()) -> list[str]:
     return watched.found
 
 
-class Differing(nn.Module):
-    """A network that computes the same by other operations in one of the processes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_mlp()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.net(inputs) * 1 if dist.get_rank() else self.net(inputs)
-
-
 def refusals() -> dict[str, str]:
     """Return the errors of processes with different graphs."""
 
@@ -70,10 +59,7 @@ def refusals() -> dict[str, str]:
 
     reporting = changing("reporting", Event.AFTER_LOSS, report)
     attempts: dict[str, Callable[[], Any]] = {
-        "operations": lambda: _compiled([])(make_state(Differing()), make_batch()),
         "messages": lambda: _compiled([reporting])(make_state(), make_batch()),
-        # The first process has one example more than each of the others.
-        "no refusal": lambda: _compiled([])(make_state(Differing()), make_batch(0, 2 * dist.get_world_size() + 1)),
         "coupled": lambda: _compiled([])(make_state(loss=_squared_mean), make_batch()),
     }
     return errors_of(attempts)
