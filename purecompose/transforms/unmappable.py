@@ -15,25 +15,10 @@ from purecompose.errors import UnkeyedRandomError
 
 _REFUSED = (
     (
-        r"calling \.item\(\)[\s\S]*\bone_hot\(",
-        "F.one_hot reads the numbers that it is given, which differ among members",
-        "Compare, (index[..., None] == torch.arange(num_classes, device=index.device)).float()",
-    ),
-    (
-        "calling .item()",
-        "a number is read (.item(), float(), `if` on a tensor), which differs among members",
-        "Choose with torch.where",
-    ),
-    (
-        r"requires_grad_\(\)",
-        "requires_grad_() is called where the step takes no gradient, as in evaluation",
-        "Take the inner gradient by torch.func.grad",
-    ),
-    (
-        "not have been used in the graph",
-        "torch.autograd.grad is taken with respect to a tensor that was made before the step's gradient, as the batch "
-        "was",
-        "Take it with respect to a copy, x = x.detach().requires_grad_()",
+        r"calling \.item\(\)|data pointer",
+        "a number or the memory of a tensor is read (.item(), numpy(), F.one_hot, `if` on a tensor), and members "
+        "differ in it",
+        "Choose with torch.where, compare with torch.arange, compute with torch",
     ),
     (
         "dynamic shape",
@@ -41,14 +26,9 @@ _REFUSED = (
         "Multiply by the mask, choose with torch.where, or prepare indices and self-loops of graphs in the data",
     ),
     (
-        r"in-?place arithmetic|output with shape \[(.*)\] doesn't match the broadcast shape \[\d+, \1\]",
-        "a tensor that all members share is written into in place",
-        "Make a new tensor (a + b), or make the one written into from that of a single member (x.new_zeros(shape))",
-    ),
-    (
-        "mutate a captured Tensor",
+        r"in-?place arithmetic|output with shape \[(.*)\] doesn't match the broadcast shape \[\d+, \1\]|mutate a capt",
         "the batch, or a tensor that all members share, is written into in place",
-        "Make a new tensor (a + b, or a.clone() first)",
+        "Make a new tensor (a + b), or make the one written into from that of a single member (x.new_zeros(shape))",
     ),
     (
         "saved tensor hooks|_NoopSaveInputs",  # torch 2.11's checkpoint fails in the latter before it sets hooks
@@ -56,22 +36,16 @@ _REFUSED = (
         "Leave checkpointing out; population(..., chunk_size=) saves memory too",
     ),
     (
-        "Cannot access data pointer",
-        "a tensor's memory is read (numpy(), tolist()), in which no member has a part of its own",
-        "Compute with torch",
-    ),
-    (
         "setup_context|generate_vmap_rule",
         "an autograd.Function cannot be mapped as it is (nor can backward hooks of modules, which are made of one)",
         "Define setup_context, and set generate_vmap_rule = True",
     ),
-    (r"`\.?data`", "`.data` of a tensor is assigned", "Write self.name = value for a buffer of the network"),
     (
-        "from the 'Sparse|for Sparse tensors|aten::_?sparse",
-        "a sparse tensor is computed with, which torch.vmap cannot map",
-        "Gather and add up its rows (x[columns], index_add)",
+        r"requires_grad_\(\)|have been used in the graph",
+        "torch.autograd.grad is taken where the step takes no gradient, or of a tensor that was made outside of it",
+        "Take inner gradients by torch.func.grad, or of a copy, x = x.detach().requires_grad_()",
     ),
-    ("[Bb]atching rule|^vmap", "torch.vmap cannot map an operation", "Replace the layer or the operation"),
+    (r"[Bb]atching rule|^vmap|[Ss]parse|`\.?data`", "torch.vmap cannot map an operation", "Replace the operation"),
 )
 """Regular expressions for torch's messages, their meanings, and the remedies."""
 
@@ -119,7 +93,7 @@ def _of_operations(error: Exception, where: str, one: str, rest: str) -> Excepti
             "with purecompose.random from state.example_rng(name), or from state.rng(name) for the batch as a whole"
         )
     for words, what, remedy in _REFUSED:
-        if re.search(words, f"{text} {line}" if "one_hot" in words else text):
+        if re.search(words, text):
             what, remedy = (words.replace("member", one) for words in (what, remedy))
             return RuntimeError(
                 f"{where}: {what}, at {line}{layer_of(error)}. {remedy}; or {rest}. torch.vmap says: "

@@ -16,7 +16,7 @@ Loss = Callable[..., Tensor]
 
 NUM_BATCHES = 3
 
-READS = {"compiled": "a tensor's number is read", "population": "a number is read"}
+READS = {"compiled": "a tensor's number is read", "population": "a number or the memory of a tensor is read"}
 """Pattern of the message for code that reads a number."""
 
 SHAPES = {"compiled": "a result's shape depends on numbers", "population": "a result's shape depends on numbers"}
