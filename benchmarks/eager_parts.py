@@ -21,8 +21,7 @@ from purecompose import State, compose, loop_events
 from purecompose._support.autograd import GradMode, gradients
 from purecompose.core import loop
 from purecompose.core.gradient import differentiate
-from purecompose.core.loop import Carry
-from purecompose.core.operation import NO_PURPOSE
+from purecompose.core.operation import NO_PURPOSE, Carry
 from purecompose.nn.differentiable import OwnDerivatives
 
 

@@ -1,7 +1,4 @@
-"""Scopes, the nodes of a program with a body: `Grad` and `Microbatches`.
-
-Your own scope is a frozen dataclass that derives from `Scope` and defines `lower`.
-"""
+"""Scopes, the nodes of a program with a body: `Grad`, `Microbatches`, and those of your own."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,12 +19,31 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.separable import Check, check_scope
 from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
+from purecompose.errors import ContractError
 from purecompose.nn.differentiable import OwnDerivatives
 from purecompose.time.event import Event
 
 
 class Scope:
-    """The base class of scopes, with a body of events, stages and further scopes."""
+    """The base class of scopes, with a body of events, stages and further scopes.
+
+    A scope of your own annotates its settings, which it is given by keyword, and defines `around`.
+
+    Raises:
+        TypeError: A setting is not annotated in the class.
+
+    Example::
+
+        class Clipped(loop.Scope):
+            norm: float
+
+            def around(self, body, state):
+                state = body(state)
+                return state.replace(grads=clip_by_norm(state.grads, self.norm))
+
+        gradient = Clipped(loop.Grad(BEFORE_FORWARD, loop.forward, loop.loss), norm=1.0)
+        program = gradient, AFTER_TRAIN_BATCH, loop.update, loop.advance
+    """
 
     body: Program
     """The nodes in it, in order."""
@@ -35,13 +51,52 @@ class Scope:
     """The processes that share the scope's batch, if there are several."""
 
     def __init__(self, *body: Any, **settings: Any) -> None:
+        known = {name for cls in type(self).__mro__ for name in vars(cls).get("__annotations__", ())} - {"body"}
+        if unknown := settings.keys() - known:
+            names = ", ".join(sorted(known - {"ranks"})) or "none"
+            raise TypeError(f"{type(self).__name__}: unknown setting {min(unknown)!r}; those annotated are {names}")
         object.__setattr__(self, "body", as_nodes(body))
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
+    def around(self, body: Callable[[State], State], state: State) -> State:
+        """Return the state after the scope.
+
+        If there is a `Grad` in the body, and no `update`, then `state.gradient` runs the scope again, so that methods
+        such as `sam` see its gradients.
+
+        Args:
+            body: Function of a state that runs the body, once for each call. A body that is to draw other numbers in
+                another call is given another key, `state.replace(key=random.fold_in(state.key, i))`.
+            state: The state before the scope.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define around(body, state), which returns a state")
+
     def lower(self, place: Place) -> Sequence[Lowered]:
         """Return the operations of the scope."""
-        raise NotImplementedError(f"{type(self).__name__} must define lower(place), which returns operations")
+        inner = place.lower(self.body)
+        body = in_order(lowered.run for lowered in inner)
+
+        def run(carry: Carry, purpose: Purpose) -> Carry:
+            current = carry
+
+            def run_body(state: State) -> State:
+                nonlocal current
+                current = body(current._replace(state=state), purpose)
+                return current.state
+
+            end = self.around(run_body, carry.state)
+            if not isinstance(end, State):
+                raise ContractError(
+                    f"{type(self).__name__}.around must return a State, got {type(end).__name__}"
+                    f"{' (is a return statement missing?)' if end is None else ''}"
+                )
+            return current._replace(state=end)
+
+        kinds = {type(node) for node in walk(self.body)}
+        is_gradient = not place.is_slice and not kinds.isdisjoint({Grad, Microbatches}) and Update not in kinds
+        is_host = any(lowered.is_host for lowered in inner)
+        return [Lowered(repeatable(run, self.body) if is_gradient else run, is_host=is_host)]
 
     def guard(self, step: Any, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
         """Return a context manager in which each step runs on the host, or `None`.
@@ -212,7 +267,10 @@ def _check(body: Operation, to_loss: Operation | None, nodes: Program, cut: Cut)
         return None
     stages = [node for node in walk(nodes) if isinstance(node, Stage)]
     count = next((stage.denominators for stage in stages if stage.denominators is not None), None)
-    return functools.partial(check_scope, body, to_loss, stages[-1].name if stages else "", count, cut)
+    name = "" if not stages or any(stage.sets_loss for stage in stages) else stages[-1].name
+    # A scope of your own may do something to each slice on purpose, such as clip its gradients.
+    is_own = any(isinstance(node, Scope) and type(node) not in (Grad, Microbatches) for node in walk(nodes))
+    return functools.partial(check_scope, body, to_loss, name, count, cut, warns=is_own)
 
 
 def until_loss(operations: Sequence[Lowered]) -> Operation | None:

@@ -100,6 +100,8 @@ def check_scope(
     cut: Cut,
     carry: Carry,
     earlier: Iterable[Operation] = (),
+    *,
+    warns: bool = False,
 ) -> None:
     """Raise a `ValueError` if the gradient that a scope computes is not the mean over parts of its batch.
 
@@ -108,11 +110,12 @@ def check_scope(
     Args:
         body: The scope's body, which computes gradients.
         until_loss: The part of it before the stage that evaluates the state's loss; `None` if there is none.
-        stage: The name of the last stage in it.
+        stage: The name of the stage of your own that computes the loss; empty if that is the state's loss.
         count: Function that returns the denominators of a stage in it; see `denominators`.
         cut: The number or size of slices: the check takes the memory of about one.
         carry: Start of the body.
         earlier: Operations before it.
+        warns: True to warn instead.
     """
     state = carry.state
     layout, num = state.context.layout, state.num_examples
@@ -146,7 +149,7 @@ def check_scope(
     try:
         _check_stage(body, until_loss, stage, carry)
     except NotMeanError as error:
-        if not is_model_loss:  # for which there is no remedy but not to cut batches
+        if not is_model_loss and not warns:  # for a model's loss there is no remedy but not to cut batches
             raise
         warn(str(error))
 
@@ -265,7 +268,7 @@ def _compare_mixed(until_loss: Operation, carry: Carry, end: State) -> bool:
 def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carry: Carry) -> None:
     """Raise unless the gradients that a body computes are the means over two halves of the examples."""
     state = carry.state
-    subject = f"the loss of the stage {stage}" if until_loss is None else _subject(state)
+    subject = f"the loss of the stage {stage}" if stage else _subject(state)
 
     def find(inner: State, given: Variant) -> Found:
         if given.is_moved:

@@ -114,9 +114,9 @@ def run_until_loss(
         return carry
     if body is None or evaluate is None or not state.context.layout.has_rows(state.batch):
         raise ValueError(
-            "losses.over_batch: expected a Microbatches around one stage `loss`, and batches whose examples are along "
-            "the first dimension (batch_dim=0, no splitter): otherwise the outputs of all slices cannot be put "
-            "together; leave out microbatches"
+            "losses.over_batch: expected a Microbatches around one stage `loss`, without a scope of your own between "
+            "them, and batches whose examples are along the first dimension (batch_dim=0, no splitter): otherwise the "
+            "outputs of all slices cannot be put together; leave out microbatches"
         )
     current = carry
     outputs, targets, sizes = [], [], []

@@ -10,7 +10,7 @@ import functools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -55,11 +55,12 @@ class Shared(Scope):
     ranks: Ranks | None
     is_checked: bool
     placing: Placing | None
+    _compared: dict[str, Any] = field(compare=False)
+    """What the last comparison was of; nothing in it changes a result."""
 
     def __init__(
         self, *body: Any, ranks: Ranks | None, is_checked: bool = False, placing: Placing | None = None
     ) -> None:
-        # What the last comparison was of; nothing in it changes a result.
         super().__init__(*body, ranks=ranks, is_checked=is_checked or ranks is None, placing=placing, _compared={})
 
     def lower(self, place: Place) -> Sequence[Lowered]:
@@ -146,12 +147,14 @@ def shared_program(
     """Return a program in which several processes share the batch of each `Microbatches`."""
     if any(isinstance(node, Shared) for node in program):
         raise ValueError("data_parallel: the step's batch is divided among processes already")
-    if any(isinstance(node, Grad) for node in program):
+    divided = [node for node in program if isinstance(node, Microbatches)]
+    if any(isinstance(node, Grad) for node in walk(node for node in program if node not in divided)):
         raise ValueError(
-            "data_parallel: a Grad in the program is not inside of Microbatches(...), which is what processes divide: "
-            "each would compute it for the whole batch. Put Microbatches around it"
+            "data_parallel: a Grad in the program is not inside of a Microbatches(...) at its top level, which is what "
+            "processes divide: each would compute it for the whole batch. Put Microbatches around it, and around "
+            "scopes of your own"
         )
-    if not any(isinstance(node, Microbatches) for node in program):
+    if not divided:
         raise ValueError("data_parallel: the program has no Microbatches(...), so there is nothing to divide")
     return tuple(
         Shared(node, ranks=ranks, is_checked=is_checked, placing=placing) if isinstance(node, Microbatches) else node

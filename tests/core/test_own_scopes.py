@@ -1,0 +1,127 @@
+"""Scopes of a user: a gradient averaged over several draws, and one that is clipped."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import purecompose as pc
+from purecompose import Event, State, algorithms as alg, compose, loop, optim
+from purecompose.algorithms.functional import clip_by_norm
+
+
+class Averaged(loop.Scope):
+    """Run the body `times` times, each with other draws, and average loss and gradients."""
+
+    times: int
+
+    def around(self, body, state):
+        ends = []
+        for number in range(self.times):
+            key = pc.random.fold_in(state.key, number) if number else state.key
+            ends.append(body(state.replace(key=key, grads=None)))
+        grads = {name: sum(end.grads[name] for end in ends) / self.times for name in ends[0].grads}
+        return ends[-1].replace(key=state.key, grads=grads, loss=sum(end.loss for end in ends) / self.times)
+
+
+class Clipped(loop.Scope):
+    norm: float
+
+    def around(self, body, state):
+        state = body(state)
+        return state.replace(grads=clip_by_norm(state.grads, self.norm))
+
+
+GRAD = loop.Grad(Event.BEFORE_FORWARD, loop.forward, Event.AFTER_FORWARD, loop.loss, Event.AFTER_LOSS)
+AFTER = (Event.AFTER_TRAIN_BATCH, loop.update, loop.advance, Event.BATCH_END)
+BATCH = torch.randn(8, 10, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+SCOPES = {
+    "averaged": Averaged(GRAD, times=2),
+    "averaged slices": Averaged(loop.Microbatches(GRAD, microbatches=2), times=2),
+    "slices averaged": loop.Microbatches(Averaged(GRAD, times=2), microbatches=2),
+    "clipped": Clipped(GRAD, norm=0.1),
+    "clipped slices": loop.Microbatches(Clipped(GRAD, norm=0.1), microbatches=4),
+}
+
+
+def new_state(p=0.5):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(p), nn.Linear(16, 3))
+    return State.create(net, loss=pc.losses.cross_entropy, optimizer=optim.sgd(0.1), key=1, duration="8ba")
+
+
+CUT = pytest.mark.filterwarnings("ignore:the gradient of the loss .* as the mean over 2 slices:UserWarning")
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(dict(ours.params), dict(theirs.params))
+
+
+def test_without_draws_an_average_is_the_plain_step():
+    close(
+        compose([Averaged(GRAD, times=3), *AFTER])(new_state(0.0), BATCH),
+        compose([GRAD, *AFTER])(new_state(0.0), BATCH),
+    )
+
+
+def test_the_draws_of_each_call_differ():
+    one, two = (compose([Averaged(GRAD, times=n), *AFTER])(new_state(), BATCH) for n in (1, 2))
+    close(one, compose([GRAD, *AFTER])(new_state(), BATCH))
+    assert not torch.equal(one.params["0.weight"], two.params["0.weight"])
+
+
+@CUT
+@pytest.mark.parametrize("name", SCOPES)
+def test_compiled_and_in_a_population(name):
+    step, start = compose([SCOPES[name], *AFTER], [alg.gradient_clipping("norm", 1.0)]), new_state()
+    state = compiled = step.init(start)
+    fast = pc.compile(pickle.loads(pickle.dumps(step)), backend="eager", quiet=True)
+    for _ in range(3):
+        state, compiled = step(state, BATCH), fast(compiled, BATCH)
+    close(compiled, state)
+    for one in pc.unstack_states(pc.population(step, 2)(pc.stack_states([start, start]), BATCH)):
+        close(one, step(start, BATCH))
+
+
+@CUT
+@pytest.mark.parametrize("name", SCOPES)
+def test_a_gradient_that_is_taken_again_is_that_of_the_scope(name):
+    near = compose([SCOPES[name], *AFTER], [alg.sam(1e-6)])
+    plain, state = compose([SCOPES[name], *AFTER]), near.init(new_state())
+    fast = pc.compile(near, backend="eager", quiet=True)
+    for step in (near, fast):
+        torch.testing.assert_close(
+            dict(step(state, BATCH).params), dict(plain(new_state(), BATCH).params), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_what_a_scope_does_to_each_slice_is_reported():
+    with pytest.warns(UserWarning, match="the gradient of the loss CrossEntropy.* as the mean over 2 slices"):
+        compose([SCOPES["clipped slices"], *AFTER])(new_state(), BATCH)
+
+
+def test_a_scope_with_an_update_may_run_several_times():
+    class Twice(loop.Scope):
+        def around(self, body, state):
+            return body(body(state))
+
+    once = [GRAD, loop.update]
+    close(
+        compose([Twice(*once), loop.advance])(new_state(0.0), BATCH),
+        compose([*once, *once, loop.advance])(new_state(0.0), BATCH),
+    )
+
+
+def test_unknown_settings_missing_ones_and_results_are_errors():
+    with pytest.raises(TypeError, match="Averaged: unknown setting 'time'; those annotated are times"):
+        Averaged(GRAD, time=2)
+
+    class Forgetful(loop.Scope):
+        def around(self, body, state):
+            body(state)
+
+    with pytest.raises(pc.errors.ContractError, match=r"Forgetful.around must return a State, got NoneType \(is a"):
+        compose([Forgetful(GRAD), *AFTER])(new_state(), BATCH)
+    with pytest.raises(NotImplementedError, match="Scope must define around"):
+        compose([loop.Scope(GRAD), *AFTER])(new_state(), BATCH)
