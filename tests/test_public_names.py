@@ -8,18 +8,18 @@ import subprocess
 import sys
 import types
 
-import exports
 
 import purecompose as pc
+from docs.site import exports
 
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIST = pathlib.Path(__file__).with_name("public_names.txt")
-REMEDY = f"""
+REMEDY = """
 The public names have changed. If that is meant:
   * a name that was in a release stays for one more version and warns (CONTRIBUTING.md, "Releases");
   * each change has a line in CHANGELOG.md;
-  * write the new list: python -m tests.{pathlib.Path(__file__).stem} > tests/{LIST.name}
+  * write the new list: python -m tests.test_public_names
 """
 FIRST_STEP = """
 import torch
@@ -88,4 +88,4 @@ def test_what_is_not_used_is_not_imported() -> None:
 
 
 if __name__ == "__main__":
-    print(*public_names(), sep="\n")
+    LIST.write_text("\n".join(public_names()) + "\n")

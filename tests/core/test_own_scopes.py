@@ -30,7 +30,7 @@ class Clipped(loop.Scope):
 
     def around(self, body, state):
         state = body(state)
-        return state.replace(grads=clip_by_norm(state.grads, self.norm))
+        return state.replace(grads=clip_by_norm(state.grads or {}, self.norm))
 
 
 GRAD = loop.Grad(Event.BEFORE_FORWARD, loop.forward, Event.AFTER_FORWARD, loop.loss, Event.AFTER_LOSS)
@@ -118,7 +118,7 @@ def test_unknown_settings_missing_ones_and_results_are_errors():
         Averaged(GRAD, time=2)
 
     class Forgetful(loop.Scope):
-        def around(self, body, state):
+        def around(self, body, state):  # pyright: ignore[reportIncompatibleMethodOverride]
             body(state)
 
     with pytest.raises(pc.errors.ContractError, match=r"Forgetful.around must return a State, got NoneType \(is a"):
