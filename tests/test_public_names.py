@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 
-
 import purecompose as pc
 from docs.site import exports
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import purecompose as pc
-from docs.site import exports
 from purecompose import functional
 from purecompose.algorithms import FACTORIES
 from tests import pages
