@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from purecompose.optim.guarded import Guarded, all_finite
 from purecompose.schedule.declared import Within
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, Timed, every, on
+from purecompose.time.predicates import NEVER, Moment, Timed, every, on
 
 
 class AccumulatedGradients(NamedTuple):
@@ -204,7 +204,7 @@ class _AtEnd(Timed):
 
     num_steps: int
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         batch, total = state.timestamp.batch, state.timestamp.run.total_batches
         return batch % self.num_steps > 0 and batch != total if event is Event.FIT_END else batch + 1 == total
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.means import targets_of_metric
 from purecompose.core.state import State
-from purecompose.losses.metrics import Metric, accuracy, as_metric, counting, of_loss, read_by, top_k
+from purecompose.losses.metrics import Metric, accuracy, as_metric, counting, of_loss, top_k
 from purecompose.time import Time, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -38,7 +39,7 @@ def accumulate(metric: Metric, acc: Any, state: State) -> Any:
     own = of_loss(metric, state.context.loss)
     update = counting(own, state.num_examples)
     with torch.no_grad():
-        return update(acc, batches.map_tensors(Tensor.detach, state.outputs), read_by(own, state))
+        return update(acc, batches.map_tensors(Tensor.detach, state.outputs), targets_of_metric(own, state))
 
 
 @factory

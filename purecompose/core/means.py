@@ -15,6 +15,7 @@ from purecompose.core.operation import Carry, Purpose
 from purecompose.core.ranks import SharedPart
 from purecompose.core.state import State
 from purecompose.losses.evaluation import check_interpolation
+from purecompose.losses.metrics import Metric
 from purecompose.losses.terms import denominators_of, has_denominators
 
 
@@ -122,6 +123,25 @@ def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: in
 def targets_of_loss(state: State) -> Any:
     """Return the targets that the state's loss is given; `None` for a model's own loss."""
     return None if isinstance(state.context.loss, losses.ModelLoss) else state.targets
+
+
+def targets_of_metric(metric: Metric, state: State) -> Any:
+    """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
+    own loss, whose batches may have no target.
+
+    Args:
+        metric: A metric.
+        state: A state with a batch.
+    """
+    if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, losses.ModelLoss)):
+        return state.batch
+    if not isinstance(state.context.loss, losses.ModelLoss):
+        return state.targets
+    try:
+        targets = state.targets
+    except KeyError:
+        return state.batch
+    return state.batch if targets is None else targets
 
 
 def with_whole_loss(carry: Carry, purpose: Purpose) -> Carry:

@@ -132,25 +132,6 @@ def counting(metric: Metric, num_examples: int) -> Callable[..., Any]:
     return functools.partial(metric.update, num_examples=num_examples) if metric.takes_count else metric.update
 
 
-def read_by(metric: Metric, state: Any) -> Any:
-    """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
-    own loss, whose batches may have no target.
-
-    Args:
-        metric: A metric.
-        state: A state with a batch.
-    """
-    if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, ModelLoss)):
-        return state.batch
-    if not isinstance(state.context.loss, ModelLoss):
-        return state.targets
-    try:
-        targets = state.targets
-    except KeyError:
-        return state.batch
-    return state.batch if targets is None else targets
-
-
 def is_lower_better(name: str, metric: Metric | None = None) -> bool | None:
     """Return whether lower values of a metric are better; `None` if this is not known.
 

@@ -95,15 +95,15 @@ _CELLS = (torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.lstm_c
 _RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, *_CELLS))
 
 
-def _with_own_state(inputs: Tensor, state: Any, *rest: Any) -> tuple[Any, ...]:
+def _with_own_state(inputs: Tensor, hidden: Any, *rest: Any) -> tuple[Any, ...]:
     """Return the arguments of a recurrent function with a state that is mapped by `vmap` as its inputs are.
 
     torch adds products of the inputs in place to those of the state, which for initial zeros are too small.
     """
-    if isinstance(state, Tensor) and not state.is_floating_point():  # the batch sizes of packed sequences
-        return inputs, state, *rest
+    if isinstance(hidden, Tensor) and not hidden.is_floating_point():  # the batch sizes of packed sequences
+        return inputs, hidden, *rest
     zero = torch.zeros_like(inputs).sum()
-    own = tree.map(lambda part: part + zero.to(part.dtype), state)
+    own = tree.map(lambda part: part + zero.to(part.dtype), hidden)
     return inputs, own, *rest
 
 

@@ -210,9 +210,9 @@ def signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _mix(state: Any, word: int) -> Any:
+def _mix(value: Any, word: int) -> Any:
     """Return one step of MurmurHash3 and its finalizer, for ints and int64 tensors; one-to-one in each argument."""
-    hashed = ((state ^ word) * 5 + 0xE6546B64) & WORD
+    hashed = ((value ^ word) * 5 + 0xE6546B64) & WORD
     hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & WORD
     hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & WORD
     return hashed ^ (hashed >> 16)

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 from purecompose._support.checks import check_flag, shown
 from purecompose._support.device import processor
 from purecompose._support.messages import is_remote, with_urls
+from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.observers import Records, Stopwatch, learning_rate, memory, read_records, speed
 from purecompose.records.curves import draw_curves
@@ -192,7 +193,7 @@ class RunFolder:
         """Return `Checkpoints` in this folder, with the given options."""
         return Checkpoints(self.path / CHECKPOINTS, **options)
 
-    def begin(self, step: Any, state: State, batch: Any = None) -> None:
+    def begin(self, step: Step, state: State, batch: Any = None) -> None:
         """Record what is going to be trained: the plan, and everything that the bits of the run depend on.
 
         Args:
@@ -472,7 +473,7 @@ def _as_command(command: Any) -> str | None:
     return shlex.join(command)
 
 
-def _plan(step: Any, state: State, batch: Any) -> str:
+def _plan(step: Step, state: State, batch: Any) -> str:
     try:
         return str(step.plan(state, batch))
     except Exception as error:

@@ -21,6 +21,7 @@ from purecompose.core.compose import Step, compose
 from purecompose.core.contract import tensors_in
 from purecompose.core.given import Marks, watched
 from purecompose.core.loop import eval_events, predict_events
+from purecompose.core.means import targets_of_metric
 from purecompose.core.ranks import Ranks, Share
 from purecompose.core.separable import check_evaluated, is_due
 from purecompose.core.state import State, check_single
@@ -29,7 +30,7 @@ from purecompose.data.loaders import fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.prefetch import prefetch
 from purecompose.losses import couples_examples
-from purecompose.losses.metrics import Metric, as_metric, counting, mean_loss, of_loss, read_by
+from purecompose.losses.metrics import Metric, as_metric, counting, mean_loss, of_loss
 from purecompose.nn.keyed.modules import detect
 from purecompose.time.event import Event
 from purecompose.time.timestamp import Interval, interval_or_function
@@ -128,7 +129,7 @@ class Totals:
 
     def _updated(self, name: str, total: Any, state: State, num_examples: int) -> Any:
         """Return the accumulator of a metric, with the batch and the outputs of a state added."""
-        metric, targets = self._metrics[name], read_by(self._metrics[name], state)
+        metric, targets = self._metrics[name], targets_of_metric(self._metrics[name], state)
         update = counting(metric, num_examples)
 
         def with_loss(total: Any, one: State, targets: Any) -> Any:

@@ -9,7 +9,7 @@ every step.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from purecompose.time.event import Event
 from purecompose.time.timestamp import RunLength, Timestamp
@@ -32,6 +32,15 @@ __all__ = [
 ]
 
 
+class Moment(Protocol):
+    """Anything with a time, such as a state."""
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The host's counters."""
+        ...
+
+
 class Predicate:
     """The base class of predicates, with the operators and conservative defaults of the other methods."""
 
@@ -40,7 +49,7 @@ class Predicate:
         """True if it reads only the event and `state.timestamp`, and nothing else of the state."""
         return False
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         """Return whether the predicate is true at this event, for a state (any object with a `timestamp`)."""
         raise NotImplementedError
 
@@ -93,7 +102,7 @@ class _Constant(Timed):
 
     value: bool
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         del event, state
         return self.value
 
@@ -120,7 +129,7 @@ class _And(Predicate):
     def is_timed(self) -> bool:
         return self.first.is_timed and self.second.is_timed
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         return self.first(event, state) and self.second(event, state)
 
     def at(self, event: Event) -> Predicate:
@@ -150,7 +159,7 @@ class _Not(Predicate):
     def is_timed(self) -> bool:
         return self.inner.is_timed
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         return not self.inner(event, state)
 
     def at(self, event: Event) -> Predicate:
@@ -181,7 +190,7 @@ class Custom(Predicate):
 
     fn: Callable[[Event, Any], bool]
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         return bool(self.fn(event, state))
 
     def __repr__(self) -> str:
@@ -226,7 +235,7 @@ _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
 class _On(Timed):
     events: frozenset[Event]
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         del state
         return event in self.events
 
@@ -244,7 +253,7 @@ class _From(Timed):
     time: Time
     is_strict: bool = False
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         del event
         return self._holds(state.timestamp)
 
@@ -278,7 +287,7 @@ class _Every(Timed):
     in_epoch: bool
     since: Time | None = None
 
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         timestamp: Timestamp = state.timestamp
         length = self._length(timestamp.run)
         first = self._first(timestamp.run, length)
@@ -323,7 +332,7 @@ def _number(event: Event, timestamp: Timestamp, in_epoch: bool) -> int:
 
 @dataclass(frozen=True, repr=False)
 class _EpochEnds(Timed):
-    def __call__(self, event: Event, state: Any) -> bool:
+    def __call__(self, event: Event, state: Moment) -> bool:
         timestamp: Timestamp = state.timestamp
         length = timestamp.run.batches_per_epoch
         if length is None:

@@ -133,7 +133,7 @@ def test_an_epoch_that_the_loader_ends_early_counts_as_ended() -> None:
 def test_on_holds_only_at_its_events(event: Event) -> None:
     predicate = on("batch_end", Event.INIT)
     expected = event in (Event.BATCH_END, Event.INIT)
-    assert predicate(event, None) is expected
+    assert predicate(event, None) is expected  # pyright: ignore[reportArgumentType]
     assert predicate.at(event) == (ALWAYS if expected else NEVER)
 
 

@@ -15,6 +15,7 @@ from purecompose._support.checks import shown
 from purecompose._support.fingerprint import in_words
 from purecompose._support.messages import is_remote, warn
 from purecompose._support.shards import local, place_of, span_of
+from purecompose.core.compose import Step
 from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError
@@ -91,7 +92,7 @@ class Snapshot:
 
 def snapshot(
     state: State,
-    step: Any = None,
+    step: Step | None = None,
     *,
     parts: Parts = "all",
     metrics: Mapping[str, Any] | None = None,
@@ -131,7 +132,7 @@ def snapshot(
     return Snapshot(index, *_fetched({name: local(tensor) for name, tensor in tensors.items()}), rows)
 
 
-def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "all") -> Path:
+def save(state: State, path: Path | str, *, step: Step | None = None, parts: Parts = "all") -> Path:
     """Write a state to a folder: `index.json`, which is human-readable, and `state.safetensors`.
 
     The folder appears when everything is on the disk, and replaces an existing checkpoint. Tied tensors are written
@@ -182,7 +183,12 @@ def save(state: State, path: Path | str, *, step: Any = None, parts: Parts = "al
 
 
 def load(
-    path: Path | str, like: State | None = None, *, step: Any = None, strict: bool = True, ignore: Collection[str] = ()
+    path: Path | str,
+    like: State | None = None,
+    *,
+    step: Step | None = None,
+    strict: bool = True,
+    ignore: Collection[str] = (),
 ) -> State:
     """Return the state in a folder, as written by `save`, after verifying the checksums of the files.
 
@@ -259,7 +265,13 @@ def _whole_before(path: Path) -> Path | None:
 
 
 def restored(
-    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, ignore: Collection[str] = ()
+    path: Path,
+    index: Index,
+    like: State,
+    step: Step | None = None,
+    *,
+    strict: bool = True,
+    ignore: Collection[str] = (),
 ) -> State:
     """Return the state of a checkpoint whose index has been read; for the arguments see `load`."""
     check_fits(path, index, like, step, strict=strict, ignore=ignore)
@@ -342,7 +354,7 @@ class Resumed:
     """What the run keeps outside the state; see `outside_of`."""
 
 
-def resumed_from(path: Path, like: State, step: Any, ignore: Collection[str] = ()) -> Resumed:
+def resumed_from(path: Path, like: State, step: Step, ignore: Collection[str] = ()) -> Resumed:
     """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`.
 
     Args:
@@ -360,7 +372,7 @@ def resumed_from(path: Path, like: State, step: Any, ignore: Collection[str] = (
     return in_all(writers_of(like, step), resumed, f"{path} cannot be used")
 
 
-def resumed_from_newest(folder: Path | str, like: State, step: Any, ignore: Collection[str] = ()) -> Resumed | None:
+def resumed_from_newest(folder: Path | str, like: State, step: Step, ignore: Collection[str] = ()) -> Resumed | None:
     """Return the newest complete checkpoint in a folder, to resume a run; `None` if there is none.
 
     Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. If several processes

@@ -15,6 +15,7 @@ from purecompose import tree
 from purecompose._support import __version__
 from purecompose._support.fingerprint import in_words
 from purecompose._support.messages import warn
+from purecompose.core.compose import Step
 from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.core.values import fields_where, memory_for
@@ -34,7 +35,7 @@ _ROOT = "(root)"
 SETTINGS = ("eval_mode", "optimizer", "loss", "precision", "input_field", "target_field", "program", "microbatches")
 
 
-def describe(state: State, step: Any = None) -> dict[str, Any]:
+def describe(state: State, step: Step | None = None) -> dict[str, Any]:
     """Return the static part of a state, and of the step that trains it, as plain values."""
     context = state.context
     loss = context.loss
@@ -125,7 +126,7 @@ KEPT = "settings that are tensors stay those here: build them with the values to
 """Hint for differences of such settings."""
 
 
-def environment(state: State, step: Any = None) -> dict[str, Any]:
+def environment(state: State, step: Step | None = None) -> dict[str, Any]:
     """Return all but the state that a run's bits depend on: versions, device, threads, processes, compilation."""
     device = state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -198,11 +199,11 @@ def listed(text: str, lines: list[str], hint: str = "") -> str:
     return "".join([f"{text}:", *shown, *more, f"\n{hint}" if hint else ""])
 
 
-def _settings(step: Any) -> list[dict[str, Any]]:
+def _settings(step: Step | None) -> list[dict[str, Any]]:
     return [] if step is None else [dict(algorithm.config) for algorithm in step.algorithms]
 
 
-def _cut(step: Any) -> str:
+def _cut(step: Step) -> str:
     size = step.microbatch_size
     return str(step.microbatches or 1) if size is None else f"of at most {size} examples"
 
@@ -279,7 +280,13 @@ _MEMORY = "opt_state"
 
 
 def check_fits(
-    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, ignore: Collection[str] = ()
+    path: Path,
+    index: Index,
+    like: State,
+    step: Step | None = None,
+    *,
+    strict: bool = True,
+    ignore: Collection[str] = (),
 ) -> None:
     """Compare a checkpoint's index with a state and a step, and raise or warn as described in `load`."""
     now, base = describe(like, step), index.description.get(BASE, {})

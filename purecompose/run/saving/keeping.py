@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from purecompose._support.checks import check_flag, check_whole
 from purecompose._support.messages import is_remote, warn, with_urls
+from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning
 from purecompose.run.rules import mode_of
@@ -164,7 +165,7 @@ class Keeper:
         self._undecided: tuple[Path, Timestamp] | None = None
         self._has_lacked_position = False
 
-    def open(self, state: State, step: Any = None) -> None:
+    def open(self, state: State, step: Step | None = None) -> None:
         """Read the folder if it is in remote storage; all processes that share the state must call this.
 
         Raises:
@@ -185,7 +186,7 @@ class Keeper:
                 )
         self.folder: Path = self._mirror.local
 
-    def begin(self, state: State, step: Any = None, *, from_here: Resumed | None = None) -> None:
+    def begin(self, state: State, step: Step | None = None, *, from_here: Resumed | None = None) -> None:
         """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.
 
         Args:
@@ -231,7 +232,7 @@ class Keeper:
     def keep(
         self,
         state: State,
-        step: Any,
+        step: Step | None,
         metrics: Mapping[str, Any],
         memory: Mapping[str, Any],
         position: Callable[[Timestamp], Any] = lambda _: None,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.shards import place_of
+from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.run.saving import folder
@@ -77,7 +78,7 @@ class Writers:
         return self.ranks.word_of_first(word, self.device)
 
 
-def writers_of(state: State, step: Any = None) -> Writers | None:
+def writers_of(state: State, step: Step | None = None) -> Writers | None:
     """Return the processes that share a state, all of which must call this; `None` if there is only this one.
 
     Args:
