@@ -196,7 +196,7 @@ def run_checked(
     if contract.unapplied and Update in kinds:
         warn(
             f"{', '.join(contract.unapplied)} changed the gradients after the program's last update, which does not "
-            "apply them: put `update` after the event, as loop_events does"
+            "apply them: let it act at AFTER_TRAIN_BATCH, or put `update` after the event"
         )
     if contract.has_drawn and is_trained and not has_advance:
         warn(

@@ -1,10 +1,13 @@
 """The Event enum: lookup, and properties derived from the names against a manual table."""
 
+import pathlib
 import re
 
 import pytest
 from hypothesis import given, strategies as st
 
+from purecompose.core.loop import loop_events
+from purecompose.core.program import events_in
 from purecompose.time.event import Event
 
 
@@ -101,3 +104,11 @@ def test_an_unknown_name_lists_close_ones() -> None:
 def test_an_argument_that_is_not_a_string_is_a_type_error(value: object) -> None:
     with pytest.raises(TypeError, match="name of one, got"):
         Event(value)
+
+
+def test_the_table_of_the_training_steps_events_is_in_their_order() -> None:
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "concepts.md").read_text()
+    assert re.findall(r"^\| `([A-Z_]+)` \| once a", text, re.M) == [event.name for event in events_in(loop_events)]
+    named = {name.strip("`*") for name in re.findall(r"`[A-Z_]+\*?`", text)}
+    others = {event.name for event in Event if not (event.is_eval or event.is_predict)} - named
+    assert others == set()
