@@ -117,7 +117,8 @@ def noisy(sample: Any, rng: Any) -> Any:
     """A random transform, by the sample's own key."""
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor + 0.1 * torch.randn(tensor.shape, generator=rng) if tensor.is_floating_point() else tensor
+        noise = 0.1 * torch.randn(tensor.shape, generator=rng)
+        return tensor + noise.to(tensor.dtype) if tensor.is_floating_point() else tensor
 
     return batches.map_tensors(changed, sample)
 
