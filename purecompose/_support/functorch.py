@@ -54,6 +54,11 @@ def only_maps() -> bool:
     return set(levels()) <= {"v"}
 
 
+# torch.compile evaluates it while tracing, under the active transforms, and keeps the result as a constant. The public
+# decorator for this imports the compiler.
+only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def is_watched() -> bool:
     """Return whether a mode sees the operations of the caller, as while a step is traced."""
     return torch._C._len_torch_dispatch_stack() > 0

@@ -178,7 +178,7 @@ def numpy_noise():
 
 
 def test_a_draw_of_numpy_in_a_network_is_refused():
-    said = "In a network use functions of torch"
+    said = "In a network use functions with a keyed form"
     state, batch = plain_state(net=nn.Sequential(Noisy(2, 1))), force_batch()
     with pytest.raises(GlobalDrawError, match=f"^the stage forward drew from .*{said}"):
         compose(loop_events)(state, batch)

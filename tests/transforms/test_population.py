@@ -94,7 +94,7 @@ def test_gradients_may_be_taken_within_the_steps_gradient():
 
 def test_a_gradient_with_respect_to_the_batch_is_named_with_its_remedy():
     step = population(compose(loop_events, [penalty(lambda x: x)]), 3)
-    with pytest.raises(RuntimeError, match=r"as the batch was, at .*x = x\.detach\(\)\.requires_grad_\(\)"):
+    with pytest.raises(RuntimeError, match=r"made outside of it, at .*x = x\.detach\(\)\.requires_grad_\(\)"):
         step(stack_states(make_members()), make_batch())
 
 

@@ -79,9 +79,8 @@ def test_code_after_a_host_algorithm_can_fall_back() -> None:
         changing("by_if", Event.AFTER_TRAIN_BATCH, by_if),
     ]
     step, fast = made(methods, fallback=True)
-    with pytest.warns(UserWarning, match="by_if runs between compiled parts") as caught:
+    with pytest.warns(UserWarning, match="As fallback=True asks, such steps run eagerly") as caught:
         assert_runs_agree(step, fast, make_state(), make_batches(4))
-    assert [variant.hits for variant in fast.variants()] == [2, 2]
     assert len(caught) == 1 and "fallback=True)" not in str(caught[0].message)
 
 
