@@ -81,7 +81,7 @@ def _moved(setup: Setup, at: str) -> State:
     now, samples = setup.state.timestamp, setup.train_data.batch_size
     batches = now.run.in_batches(at)
     if batches is None or batches < 0:
-        raise ValueError(f"{at}: expected a point of the run, such as 0.6dur, 5ep or 100ba")
+        raise ValueError(f"{at}: expected a point of the run in epochs or batches, such as 5ep or 100ba")
     if now.run.total_batches is not None and batches > now.run.total_batches:
         raise ValueError(f"{at}: the run ends earlier, after {now.run.total_batches:g} batches")
     return setup.state.replace(timestamp=now.advance_by(int(batches), samples, samples * _tokens(setup)))

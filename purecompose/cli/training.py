@@ -243,7 +243,8 @@ def print_results(
     if settings.limit_batches is not None and tested != all_batches:
         table.add_row("tested on", f"{tested} of {all_batches} batches")
     if place is not None and settings.seeds == 1 and (best := best_in(place.path / CHECKPOINTS, setup.kind)):
-        table.add_row("best checkpoint", f"{number(best[1], kind.decides)}, {best[0].name}")
+        where = " on validation data" if setup.watched == "val" else ""
+        table.add_row("best checkpoint", f"{number(best[1], kind.decides)}{where}, {best[0].name}")
     if setup.stop and not state.timestamp.is_finished():
         table.add_row("stopped early", f"the loss has not improved for {settings.patience}")
     evaluating = stopwatch.seconds - stopwatch.training_seconds

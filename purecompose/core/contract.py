@@ -119,6 +119,23 @@ class Contract:
         """Return the result of a stage; raise as `apply` does."""
         return self._kept(lambda: stage.fn(state), stage.fn, f"the stage {stage!r}", state)
 
+    def run_scope(
+        self,
+        name: str,
+        around: Callable[[Callable[[State], State], State], Any],
+        body: Callable[[State], State],
+        state: State,
+    ) -> Any:
+        """Return the result of a scope of your own, whose body is watched by itself; raise as `apply` does."""
+        marks, what = self._marks_of(state), f"the scope {name}"
+
+        def run_body(inner: State) -> State:
+            for one in marks:
+                one.check(what)
+            return body(inner)
+
+        return watched(lambda: around(run_body, state), what, marks)
+
     def _kept(
         self,
         call: Callable[[], Any],

@@ -5,6 +5,8 @@ batch's shapes decide. Predicates report which answers are fixed for consecutive
 only those that change from batch to batch.
 """
 
+import copy
+import dataclasses
 import inspect
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -13,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches
+from purecompose import tree
+from purecompose._support.functorch import DataDependentOutputException, FakeTensorMode
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.errors import MatchError
@@ -133,25 +136,38 @@ class _Known:
 
 
 class _SealedState:
-    """A state at the time of an event, whose tensors have forms and no values: they are on the device "meta"."""
+    """A state at the time of an event, whose tensors are fake ones: they have a form and a device, and no values."""
 
     def __init__(self, state: State, batch: Any, timestamp: Timestamp) -> None:
         self._state, self._batch = state, batch
         self.timestamp: Timestamp = timestamp
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._state.replace(batch=self._batch), name)
         if inspect.ismethod(value):
             raise TypeError(f"the result of state.{name}(...) is not known yet")
-        return batches.map_tensors(_without_values, value) if name not in _STATIC else value
+        return value if name in _STATIC else self._sealed(value)
+
+    def _sealed(self, value: Any) -> Any:
+        """Return the value with fake tensors, also in dataclasses."""
+
+        def seal(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                with self._mode:
+                    return torch.empty_like(leaf)
+            if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+                return leaf
+            twin = copy.copy(leaf)  # a batch's dataclass may be frozen, and may check its fields when made
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(twin, field.name, self._sealed(getattr(leaf, field.name)))
+            return twin
+
+        return tree.map(seal, value)
 
 
 _STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
 """The attributes of a state that hold no tensors."""
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")
 
 
 class _Moment:
@@ -186,13 +202,13 @@ def _answer(question: Question, state: State, batch: Any, moment: Timestamp) -> 
         raise _failure(error, question) from error
 
 
-_READS = ("meta tensor", "meta device", "Boolean value of Tensor", "only one element tensors")
-"""Words of the errors that torch raises where a value of a tensor on the device "meta" would be read."""
+_READS = ("FakeTensor", "fake tensor", "tensor subclasses", "Boolean value of Tensor", "Python scalars")
+"""Words of other errors that torch raises where a value of a fake tensor would be read."""
 
 
 def _failure(error: Exception, question: Question) -> MatchError:
     what = f"{type(error).__name__}: {error}"
-    if any(words in str(error) for words in _READS):
+    if isinstance(error, DataDependentOutputException) or any(words in str(error) for words in _READS):
         what = "the value of a tensor was read"
     return MatchError(
         f"{question.algorithm.name}: match failed at {question.event}: {what}. Matching is decided before the step, by "

@@ -1,7 +1,8 @@
 """Scopes, the nodes of a program with a body: `Grad`, `Microbatches`, and those of your own."""
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
 from purecompose.errors import ContractError
 from purecompose.nn.differentiable import OwnDerivatives
+from purecompose.nn.keyed.scope import Part, running
 from purecompose.time.event import Event
 
 
@@ -51,7 +53,7 @@ class Scope:
     """The processes that share the scope's batch, if there are several."""
 
     def __init__(self, *body: Any, **settings: Any) -> None:
-        known = {name for cls in type(self).__mro__ for name in vars(cls).get("__annotations__", ())} - {"body"}
+        known = {name for cls in type(self).__mro__ for name in inspect.get_annotations(cls)} - {"body"}
         if unknown := settings.keys() - known:
             names = ", ".join(sorted(known - {"ranks"})) or "none"
             raise TypeError(f"{type(self).__name__}: unknown setting {min(unknown)!r}; those annotated are {names}")
@@ -76,19 +78,26 @@ class Scope:
         """Return the operations of the scope."""
         inner = place.lower(self.body)
         body = in_order(lowered.run for lowered in inner)
+        name = type(self).__name__
+        turn = sum(type(node) is type(self) for node in walk(place.earlier))
+        pass_name = " ".join([".scope", name, *([str(turn)] if turn else [])])
 
         def run(carry: Carry, purpose: Purpose) -> Carry:
-            current = carry
+            current, watch = carry, purpose.watch
 
             def run_body(state: State) -> State:
                 nonlocal current
                 current = body(current._replace(state=state), purpose)
                 return current.state
 
-            end = self.around(run_body, carry.state)
+            with running(Part(pass_name, purpose, turn)):
+                if watch is None:
+                    end = self.around(run_body, carry.state)
+                else:
+                    end = watch.run_scope(name, self.around, run_body, carry.state)
             if not isinstance(end, State):
                 raise ContractError(
-                    f"{type(self).__name__}.around must return a State, got {type(end).__name__}"
+                    f"{name}.around must return a State, got {type(end).__name__}"
                     f"{' (is a return statement missing?)' if end is None else ''}"
                 )
             return current._replace(state=end)
@@ -96,7 +105,8 @@ class Scope:
         kinds = {type(node) for node in walk(self.body)}
         is_gradient = not place.is_slice and not kinds.isdisjoint({Grad, Microbatches}) and Update not in kinds
         is_host = any(lowered.is_host for lowered in inner)
-        return [Lowered(repeatable(run, self.body) if is_gradient else run, is_host=is_host)]
+        operation = repeatable(run, self.body) if is_gradient else run
+        return [Lowered(operation, is_host=is_host, separable=_check_inside(inner))]
 
     def guard(self, step: Any, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
         """Return a context manager in which each step runs on the host, or `None`.
@@ -260,6 +270,21 @@ class Microbatches(Scope):
                 separable=None if place.is_slice else check,
             )
         ]
+
+
+def _check_inside(inner: Sequence[Lowered]) -> Check | None:
+    """Return the check of the first operation in a scope of your own that has one, after those before it."""
+    places = [place for place, one in enumerate(inner) if one.separable is not None]
+    if not places:
+        return None
+    before = [one.run for one in inner[: places[0]]]
+
+    def check(carry: Carry, earlier: Iterable[Operation] = ()) -> None:
+        own = inner[places[0]].separable
+        assert own is not None
+        own(carry, [*earlier, *before])
+
+    return check
 
 
 def _check(body: Operation, to_loss: Operation | None, nodes: Program, cut: Cut) -> Check | None:

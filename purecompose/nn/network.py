@@ -172,11 +172,13 @@ class _Pass(NamedTuple):
                 self.skeleton.draws = draws > 0
                 return result
             result = self._detected() if _is_hidden() else self._compared(self._detected)
-            self.skeleton.draws = result is None
-            if result is not None:
-                return result
-            with modules.detect():
-                return self._drawn()[0]
+            if result is None:
+                with modules.detect():
+                    result = self._drawn()[0]
+                self.skeleton.draws = True
+            else:
+                self.skeleton.draws = False
+            return result
 
     def later(self) -> _Result:
         """Return the result of a pass of a network that has been watched before."""
@@ -189,8 +191,13 @@ class _Pass(NamedTuple):
             # With keys, some functions return other bits than without. The result must not depend on earlier passes,
             # so a pass that draws nothing is computed without keys.
         result = self._detected() if _is_hidden() else self._compared(self._plain)
-        self.skeleton.draws = result is None
-        return self._drawn()[0] if result is None else result
+        if result is None:
+            with modules.detect():  # its first draws, of which some may have no keyed form
+                result = self._drawn()[0]
+            self.skeleton.draws = True
+        else:
+            self.skeleton.draws = False
+        return result
 
     def _plain(self, context: AbstractContextManager[Any] = NOTHING) -> _Result:
         before = _versions(self.params)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from purecompose import tree
 from purecompose._support.checks import frozen, shown
 from purecompose._support.functorch import is_fake, is_transforming, plainly
 from purecompose.optim.base import ByGroup, Groups, OptState, Value, checked_groups
@@ -276,6 +277,7 @@ def _memory_of(
         made = optimizer([param], **_read(settings, known_part))
         _run(made)
         memory = dict(made.state.get(param, {}))
+        _check_alone(optimizer, _read(settings, known_part), shape, dtype, device)
     if STARTED in memory:
         raise _MemoryError(
             f"its memory uses the name {STARTED!r}, which is reserved here for the flag of first updates"
@@ -284,6 +286,37 @@ def _memory_of(
         if value is not None:
             _tensor(value)
     return memory
+
+
+@functools.lru_cache(maxsize=256)
+def _moves_alone(
+    optimizer: type[torch.optim.Optimizer],
+    settings: Settings,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Return whether a parameter of a small shape moves as it does beside another one with much larger gradients."""
+
+    def moved(num: int) -> Tensor:
+        params = [nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for _ in range(num)]
+        for place, param in enumerate(params):
+            param.grad = torch.full_like(param, 0.5 * 1000.0**place)
+        optimizer(params, **dict(settings)).step()
+        return params[0].detach()
+
+    return torch.equal(moved(1), moved(2))
+
+
+def _check_alone(
+    optimizer: Any, settings: dict[str, Any], shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise a `_MemoryError` for a class that couples parameters, such as by the norm of all gradients."""
+    if not _moves_alone(optimizer, tuple(settings.items()), tuple(min(size, 4) for size in shape), dtype, device):
+        raise _MemoryError(
+            "it moves a parameter by the gradients of others, and here parameters are moved in groups; clip gradients "
+            "by a method, such as gradient_clipping"
+        )
 
 
 def _run(optimizer: torch.optim.Optimizer) -> None:
@@ -307,7 +340,7 @@ def _elsewhere(optimizer: torch.optim.Optimizer) -> str:
         for name, held in vars(optimizer).items()
         if isinstance(held, plain) and name != "param_groups" and not name.startswith(_DONE_ONCE)
     }
-    return repr((groups, own))
+    return repr(tree.map(lambda leaf: (id(leaf), leaf._version) if isinstance(leaf, Tensor) else leaf, (groups, own)))
 
 
 def _tensor(value: Any) -> Tensor:

@@ -76,6 +76,7 @@ def _locked(path: Path) -> Any:
     if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):  # removed after it was opened
         file.close()
         return _locked(path)
+    _HELD.add(file)
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     with contextlib.suppress(OSError):  # a full disk
         file.truncate(0)
@@ -88,3 +89,16 @@ def _release(file: Any, path: Path, owner: int) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
     file.close()
+
+
+_HELD: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The lock files of this process. A forked child closes them: it would keep the locks after this process was killed."""
+
+
+def _close_in_child() -> None:
+    for file in list(_HELD):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -136,10 +136,10 @@ class _And(Predicate):
         return _both(self.first.at(event), self.second.at(event))
 
     def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
-        first, end = self.first.during(timestamp)
+        # Both are asked, so that what has no answer in this run is an error from the first batch on.
+        (first, end), (second, second_end) = self.first.during(timestamp), self.second.during(timestamp)
         if first == NEVER:
             return first, end
-        second, second_end = self.second.during(timestamp)
         return _both(first, second), second_end if second == NEVER else min(end, second_end)
 
     def __repr__(self) -> str:
@@ -286,6 +286,10 @@ class _Every(Timed):
     interval: Time
     in_epoch: bool
     since: Time | None = None
+
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        self._length(timestamp.run)  # an interval that has no length in this run is an error from the first batch on
+        return self, math.inf
 
     def __call__(self, event: Event, state: Moment) -> bool:
         timestamp: Timestamp = state.timestamp

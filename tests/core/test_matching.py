@@ -189,7 +189,7 @@ def test_a_plain_function_is_not_called_if_other_predicates_settle_it(state: Sta
         lambda state: len(state.batch[0]) == 8 and state.batch[0].dim() == 2,
         lambda state: state.batch[0].numel() == 24 and state.batch[0].stride() == (3, 1),
         lambda state: state.batch[0].is_floating_point() and not state.batch[0].requires_grad,
-        lambda state: state.batch[0].ndim == 2 and state.device.type == "cpu",
+        lambda state: state.batch[0].ndim == 2 and state.batch[0].device == state.device,
         lambda state: sum(p.numel() for p in state.params.values()) == 8,
         lambda state: state.opt_state is not None and state.slots == {},
         lambda state: state.loss.ndim == 0 and state.timestamp.batch == 0,

@@ -125,3 +125,36 @@ def test_unknown_settings_missing_ones_and_results_are_errors():
         compose([Forgetful(GRAD), *AFTER])(new_state(), BATCH)
     with pytest.raises(NotImplementedError, match="Scope must define around"):
         compose([loop.Scope(GRAD), *AFTER])(new_state(), BATCH)
+
+
+@pytest.mark.parametrize("around", [lambda *body: Averaged(*body, times=1), lambda *body: Clipped(*body, norm=100.0)])
+def test_a_loss_inside_is_checked_as_without_the_scope(around):
+    def summed(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+    state = State.create(nn.Linear(10, 3), loss=summed, optimizer=optim.sgd(0.1), key=1)
+    with pytest.raises(ValueError, match="examples together, but"):
+        compose([around(loop.Microbatches(GRAD, microbatches=2)), *AFTER])(state, BATCH)
+
+
+def test_the_passes_of_a_scope_draw_other_numbers_and_writes_in_place_are_named():
+    seen = []
+
+    class Looking(loop.Scope):
+        def around(self, body, state):
+            outputs = [state.call(state.batch[0])[0] for _ in range(2)]
+            seen.append((*outputs, pc.random.uniform(state.rng("n"), (3,))))
+            return body(state)
+
+    compose([Looking(), Looking(GRAD), *AFTER])(new_state(), BATCH)
+    (first, second, drawn), (third, _, other) = seen
+    assert not torch.equal(first, second) and not torch.equal(first, third) and not torch.equal(drawn, other)
+
+    class Writing(loop.Scope):
+        def around(self, body, state):
+            state.batch[0].mul_(0.5)
+            return body(state)
+
+    batch = tuple(tensor.clone() for tensor in BATCH)
+    with pytest.raises(pc.errors.InPlaceError, match="the scope Writing wrote in place into state.batch"):
+        compose([Writing(GRAD), *AFTER])(new_state(), batch)

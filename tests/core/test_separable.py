@@ -352,3 +352,16 @@ def test_slices_share_no_draws_where_the_network_has_two_views_of_each_example()
     compose(of_stage(views), microbatches=4)(make_state(Masks()), make_batch(size=8))
     rows = torch.cat(seen[:4])  # the step's, before those of its check
     assert rows.shape == (16, 32) and len(rows.unique(dim=0)) == 16
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0])
+def test_a_stage_before_a_network_with_dropout_that_draws_for_the_batch_is_reported(size: float) -> None:
+    def noisy(state: State) -> State:
+        inputs, targets = state.batch
+        noise = pc.random.normal(state.rng("noise"), tuple(inputs.shape))
+        return state.replace(batch=(inputs + size * noise, targets))
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    gradient = pc.loop.Microbatches(pc.loop.Grad(noisy, pc.loop.forward, pc.loop.loss), microbatches=2)
+    with pytest.warns(UserWarning, match="stages before it.*state.example_rng"):
+        compose([gradient, pc.loop.update, pc.loop.advance])(make_state(net), make_batch(0, size=16))

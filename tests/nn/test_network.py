@@ -429,3 +429,27 @@ def test_a_network_may_take_the_whole_batch_as_one_argument():
     with pytest.raises(TypeError) as error:
         pc.compose(pc.loop_events)(wrong, batch)
     assert any("batch.AS_ARGUMENT for forward(self, batch)" in note for note in error.value.__notes__)
+
+
+class Drawing(nn.Module):
+    """A network that draws without a key in batches of fewer than `most` examples."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.linear, self.most = nn.Linear(4, 3), most
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.linear(inputs)
+        return outputs + torch.poisson(torch.ones(outputs.shape)) if len(inputs) < self.most else outputs
+
+
+def test_draws_without_a_key_are_refused_in_every_pass() -> None:
+    state = make_state(Drawing(99))
+    for _ in range(2):
+        with pytest.raises(pc.errors.UnkeyedRandomError, match="poisson"):
+            state.forward(make_batch()[0])
+    step, state = compose(loop_events), make_state(Drawing(6))
+    state = step(state, make_batch())
+    for _ in range(2):  # it draws in smaller batches only
+        with pytest.raises(pc.errors.UnkeyedRandomError, match="poisson"):
+            step(state, make_batch(size=4))

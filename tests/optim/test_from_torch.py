@@ -317,3 +317,31 @@ def test_a_compiled_step_and_a_population_are_errors_with_a_remedy():
         pc.population(step, 2)(pc.stack_states([state, state]), batch)
     with pytest.raises(RuntimeError, match="nor differentiated"):
         step(state.replace(hparams={"lr": torch.tensor(0.1, requires_grad=True)}), batch)
+
+
+class GlobalClip(torch.optim.SGD):
+    """Moves each parameter by gradients that are clipped by the norm of all."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 1.0)
+        super().step(closure)
+
+
+class Hidden(torch.optim.SGD):
+    """Remembers something in a large tensor outside of the parameters' memory."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.seen = torch.zeros(2000)
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.seen[1000] += 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"), [(GlobalClip, "by the gradients of others"), (Hidden, "keeps memory in its groups or attr")]
+)
+def test_classes_that_couple_parameters_or_hide_memory_are_refused(optimizer: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        optim.from_torch(optimizer, lr=0.1).init({"weight": torch.ones(3, 2)})

@@ -120,6 +120,19 @@ def test_a_fork_does_not_release_its_parents_lock(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], check=True, stderr=subprocess.DEVNULL)
 
 
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_process(tmp_path: Path) -> None:
+    fork = CODE.replace("input()", "import os, time; os.fork() or time.sleep(60); input()")
+    command = [sys.executable, "-c", fork, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "taken\n"
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        Lock(tmp_path).take()
+        os.killpg(other.pid, signal.SIGKILL)
+
+
 def test_a_copy_of_the_folder_does_not_release_the_lock(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run"):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")

@@ -17,6 +17,7 @@ from tests.helpers import (
     copied,
     counter,
     decay,
+    make_batch,
     make_batches,
     make_mlp,
     make_state,
@@ -389,3 +390,10 @@ def test_a_longer_run_says_what_becomes_of_its_schedules(resumes, tmp_path):
         else:
             with pytest.warns(UserWarning, match=r"is 4ep long, and was 2ep: at batch 4 cosine.* is 0\.5, and was 0\."):
                 longer(end, tmp_path / name)
+
+
+def test_an_interval_without_a_length_in_this_run_is_an_error_in_the_first_batch() -> None:
+    acting = changing("late", Event.BATCH_END, lambda state: state, when=pc.after(0.7) & pc.every("1ep"))
+    step = compose(loop_events, [acting])
+    with pytest.raises(pc.errors.MatchError, match="late: match failed at Event.BATCH_END"):
+        step(make_state(duration="10ep"), make_batch())

@@ -225,8 +225,9 @@ def clear(folder: Path) -> None:
             continue
         target = path.with_name(left["name"])
         if left["kind"] == _OLD and not os.path.lexists(target):
-            path.rename(target)
-        elif _is_left(path):
+            with contextlib.suppress(OSError):  # another process has put something there meanwhile
+                path.rename(target)
+        elif left["kind"] == _OLD or _is_left(path):  # what replaces an old one is complete
             _delete(path)
 
 
