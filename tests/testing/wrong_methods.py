@@ -151,14 +151,14 @@ def restarts_from_the_first_weights() -> Any:
 
 @wrong("match_pure")
 def acts_while_matching() -> Algorithm:
-    """Shrinks the weights inside a match that returns False."""
+    """Shrinks the weights inside a match of a host method, which is given the state itself."""
 
     def match(event: Event, state: State) -> bool:
         if event is Event.BATCH_START and state.timestamp.batch >= 1:
             state.params.update({k: p * 0.9 for k, p in state.params.items()})
         return event is Event.BATCH_START and state.timestamp.batch == 0
 
-    return Algorithm("acts_while_matching", match, lambda event, state: state)
+    return Algorithm("acts_while_matching", match, lambda event, state: state, host=True)
 
 
 # Richer cases
