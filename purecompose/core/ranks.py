@@ -197,9 +197,13 @@ class SharedPart:
         shares_statistics: bool,
         is_cut_alike: bool = False,
     ) -> None:
-        self.ranks, self.start, self.size = ranks, share.first_example, share.num_examples
-        self.total, self.batch = total, batch
-        self.shares_statistics, self.is_cut_alike = shares_statistics, is_cut_alike
+        self.ranks: Ranks = ranks
+        self.start: int = share.first_example
+        self.size: int = share.num_examples
+        self.total: int = total
+        self.batch: Any = batch
+        self.shares_statistics: bool = shares_statistics
+        self.is_cut_alike: bool = is_cut_alike
         self.weight: int | Tensor = self.size
         self._share, self._device = share, device
         self._known: Weight | None = None

@@ -138,15 +138,15 @@ class ResidualBlock(_Residual):
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
-        self.branch = nn.Sequential(
+        self.branch: nn.Module = nn.Sequential(
             conv(in_channels, out_channels, 3, stride),
             nn.BatchNorm2d(out_channels),
             nn.ReLU(),
             conv(out_channels, out_channels, 3),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut = _shortcut(in_channels, out_channels, stride)
-        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = _shortcut(in_channels, out_channels, stride)
+        self.relu: nn.Module = nn.ReLU()
 
 
 class Bottleneck(_Residual):
@@ -168,7 +168,7 @@ class Bottleneck(_Residual):
     def __init__(self, in_channels: int, channels: int, *, stride: int = 1) -> None:
         super().__init__()
         out_channels = 4 * channels
-        self.branch = nn.Sequential(
+        self.branch: nn.Module = nn.Sequential(
             conv(in_channels, channels, 1),
             nn.BatchNorm2d(channels),
             nn.ReLU(),
@@ -178,8 +178,8 @@ class Bottleneck(_Residual):
             conv(channels, out_channels, 1),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut = _shortcut(in_channels, out_channels, stride)
-        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = _shortcut(in_channels, out_channels, stride)
+        self.relu: nn.Module = nn.ReLU()
 
 
 @checked
