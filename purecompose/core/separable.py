@@ -220,9 +220,9 @@ def _of_outputs(state: State, train: bool, is_double: bool) -> Found | None:
     return Found(loss.detach(), grads, len(rows), float(num_terms(inner)), eps, max(32 * eps, 1e-12))
 
 
-def _run(operation: Operation, carry: Carry, is_double: bool = False) -> Carry:
+def _run(operation: Operation, carry: Carry) -> Carry:
     """Run a part of a step so that its results for different examples can be compared."""
-    with Comparison(is_double):
+    with Comparison():
         return operation(carry, _COMPARED)
 
 

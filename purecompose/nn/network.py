@@ -172,13 +172,7 @@ class _Pass(NamedTuple):
                 self.skeleton.draws = draws > 0
                 return result
             result = self._detected() if _is_hidden() else self._compared(self._detected)
-            if result is None:
-                with modules.detect():
-                    result = self._drawn()[0]
-                self.skeleton.draws = True
-            else:
-                self.skeleton.draws = False
-            return result
+            return self._settled(result)
 
     def later(self) -> _Result:
         """Return the result of a pass of a network that has been watched before."""
@@ -191,10 +185,14 @@ class _Pass(NamedTuple):
             # With keys, some functions return other bits than without. The result must not depend on earlier passes,
             # so a pass that draws nothing is computed without keys.
         result = self._detected() if _is_hidden() else self._compared(self._plain)
+        return self._settled(result)
+
+    def _settled(self, result: _Result | None) -> _Result:
+        """Return the result of a pass without draws; of one that was stopped at its first draw, that with keys."""
         if result is None:
-            with modules.detect():  # its first draws, of which some may have no keyed form
+            with modules.detect():  # some draws may have no keyed form
                 result = self._drawn()[0]
-            self.skeleton.draws = True
+            self.skeleton.draws = True  # not if that has raised
         else:
             self.skeleton.draws = False
         return result

@@ -277,7 +277,12 @@ def _memory_of(
         made = optimizer([param], **_read(settings, known_part))
         _run(made)
         memory = dict(made.state.get(param, {}))
-        _check_alone(optimizer, _read(settings, known_part), shape, dtype, device)
+        small = tuple(min(size, 4) for size in shape)
+        if not _moves_alone(optimizer, _read(settings, known_part), small, dtype, device):
+            raise _MemoryError(
+                "it moves a parameter by the gradients of others, such as by the norm of all, and here parameters are "
+                "moved in groups; clip gradients by a method, such as gradient_clipping"
+            )
     if STARTED in memory:
         raise _MemoryError(
             f"its memory uses the name {STARTED!r}, which is reserved here for the flag of first updates"
@@ -288,10 +293,9 @@ def _memory_of(
     return memory
 
 
-@functools.lru_cache(maxsize=256)
 def _moves_alone(
     optimizer: type[torch.optim.Optimizer],
-    settings: Settings,
+    settings: dict[str, Any],
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -302,21 +306,10 @@ def _moves_alone(
         params = [nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for _ in range(num)]
         for place, param in enumerate(params):
             param.grad = torch.full_like(param, 0.5 * 1000.0**place)
-        optimizer(params, **dict(settings)).step()
+        optimizer(params, **settings).step()
         return params[0].detach()
 
     return torch.equal(moved(1), moved(2))
-
-
-def _check_alone(
-    optimizer: Any, settings: dict[str, Any], shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise a `_MemoryError` for a class that couples parameters, such as by the norm of all gradients."""
-    if not _moves_alone(optimizer, tuple(settings.items()), tuple(min(size, 4) for size in shape), dtype, device):
-        raise _MemoryError(
-            "it moves a parameter by the gradients of others, and here parameters are moved in groups; clip gradients "
-            "by a method, such as gradient_clipping"
-        )
 
 
 def _run(optimizer: torch.optim.Optimizer) -> None:

@@ -138,7 +138,7 @@ class ResidualBlock(_Residual):
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
-        self.branch: nn.Module = nn.Sequential(
+        self.branch: nn.Sequential = nn.Sequential(
             conv(in_channels, out_channels, 3, stride),
             nn.BatchNorm2d(out_channels),
             nn.ReLU(),
@@ -146,7 +146,7 @@ class ResidualBlock(_Residual):
             nn.BatchNorm2d(out_channels),
         )
         self.shortcut: nn.Module = _shortcut(in_channels, out_channels, stride)
-        self.relu: nn.Module = nn.ReLU()
+        self.relu: nn.ReLU = nn.ReLU()
 
 
 class Bottleneck(_Residual):
@@ -168,7 +168,7 @@ class Bottleneck(_Residual):
     def __init__(self, in_channels: int, channels: int, *, stride: int = 1) -> None:
         super().__init__()
         out_channels = 4 * channels
-        self.branch: nn.Module = nn.Sequential(
+        self.branch: nn.Sequential = nn.Sequential(
             conv(in_channels, channels, 1),
             nn.BatchNorm2d(channels),
             nn.ReLU(),
@@ -179,7 +179,7 @@ class Bottleneck(_Residual):
             nn.BatchNorm2d(out_channels),
         )
         self.shortcut: nn.Module = _shortcut(in_channels, out_channels, stride)
-        self.relu: nn.Module = nn.ReLU()
+        self.relu: nn.ReLU = nn.ReLU()
 
 
 @checked
