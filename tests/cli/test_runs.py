@@ -278,7 +278,7 @@ def test_a_run_that_diverges_fails(run: Run) -> None:
 @pytest.mark.slow
 def test_data_may_be_held_out_for_decisions(run: Run) -> None:
     status, out, _ = run("train", *SMALL, "--validation", "0.2", "--patience", "5ep", "--out", "a")
-    assert status == 0 and re.search(r"best checkpoint\W+[\d.]+%, ep000", out)
+    assert status == 0 and re.search(r"best checkpoint\W+[\d.]+% on validation data, ep000", out)
     records = pathlib.Path("a/records.jsonl").read_text()
     assert records.count('"val/accuracy') == 2 and records.count('"eval/accuracy') == 1
     assert run("evaluate", "a", "--checkpoint", "best")[0] == 0
@@ -304,4 +304,4 @@ def test_a_full_disk_fails_the_run_and_the_table_names_missing_checkpoints(
     assert status == 1
     assert "a/report.html" not in out and re.search(r"could not be written\W+checkpoints/ep0002-\S+\W+report.html", out)
     assert "the run in a is incomplete: checkpoints/ep0002-" in err
-    assert re.search(r"best checkpoint\W+[\d.]+%, ep0001-", out)  # the only one that was written
+    assert re.search(r"best checkpoint\W+[\d.]+% on validation data, ep0001-", out)  # the only one that was written
