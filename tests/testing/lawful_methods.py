@@ -239,8 +239,9 @@ def own_targets(event: Event, state: State, name: str) -> State:
 
 @lawful(on(Event.BEFORE_FORWARD), "vectors", traits=[Trait.STOPS_GRADIENTS])
 def straight_through_rounding(event: Event, state: State, name: str) -> State:
-    rounded = {k: p + ((p * 16).round() / 16 - p).detach() for k, p in state.params.items()}
-    return state.replace(params=rounded)
+    params = {k: state.params[k] for k in state.context.trainable}
+    rounded = {k: p + ((p * 16).round() / 16 - p).detach() for k, p in params.items()}
+    return state.replace(params={**state.params, **rounded})
 
 
 @lawful(on(Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH), "vectors", "frozen")

@@ -11,7 +11,7 @@ from purecompose.testing.suite.contract import init_once, own_slot, structure_ke
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
-from tests.testing.mutants.contract import late_slot, widens_params
+from tests.testing.mutants.contract import decays_frozen, late_slot, widens_params
 
 
 def test_shapes_are_shown_before_and_after() -> None:
@@ -53,6 +53,13 @@ def test_an_algorithm_may_change_an_hparam_that_it_names() -> None:
     assert own_slot(make(rate=hparam("lr", 0.1)), Case())
     with pytest.raises(LawViolation, match="hparams"):
         own_slot(make(), Case())
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_write_into_a_frozen_parameter_is_seen_in_every_case(task: str, seed: int) -> None:
+    with pytest.raises(LawViolation, match=r"the law own_slot(.|\n)*leaf +params\["):
+        own_slot(decays_frozen(), Case(TASKS[task], seed=seed))
 
 
 def test_surgery_may_change_weights_at_init() -> None:

@@ -88,7 +88,7 @@ def stops_after_evaluations() -> Any:
     return change
 
 
-@wrong("own_slot", at=Event.EPOCH_END, task="frozen")
+@wrong("own_slot", at=Event.EPOCH_END)
 def decays_frozen_each_epoch(state: State) -> State:
     """Decays all params at the end of each epoch, frozen ones too."""
     return scaled_params(state, 0.9)

@@ -131,8 +131,9 @@ def _check_context(first: State, second: State, labels: tuple[str, str], event: 
 def own_slot(subject: Subject, case: Case) -> bool:
     """Compare everything that belongs to others around each application, including INIT, and check the final loss.
 
-    The loss at the end of the step must be the one that was computed or differentiated. If the algorithm can be created
-    under another name, every second case does so; its slot must then have that name.
+    One parameter more than the task's is frozen. The loss at the end of the step must be the one that was computed or
+    differentiated. If the algorithm can be created under another name, every second case does so; its slot must then
+    have that name.
     """
     if case.seed % 2:
         subject = subject.renamed("renamed") or subject
@@ -140,7 +141,7 @@ def own_slot(subject: Subject, case: Case) -> bool:
     # In one slice, so that its loss is the loss of the step.
     program = inserted(loop_events, lambda node: _loss_noted(node, seen))
     step = _in_company(subject, case).step(watched.algorithm, microbatches=1, program=program)
-    state = begun(step, case.state())
+    state = begun(step, _with_frozen_param(case))
     for batch in case.batches():
         seen.clear()
         state = after_batch(step, state, batch)
@@ -148,6 +149,16 @@ def own_slot(subject: Subject, case: Case) -> bool:
             _check_loss(state, list(seen.values()))
     ended(step, state)
     return watched.acted
+
+
+def _with_frozen_param(case: Case) -> State:
+    """Return the case's state with one more frozen parameter, chosen by the seed, so that writes into it are seen."""
+    state = case.state()
+    trained = state.context.trainable
+    names = [name for name in trained if state.params[name].any()]  # a method that scales a zero changes nothing
+    if len(trained) < 2 or not names:
+        return state
+    return state.replace(frozen={*state.context.frozen, names[case.seed % len(names)]})
 
 
 def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:

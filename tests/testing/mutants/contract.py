@@ -157,10 +157,16 @@ def statistics_in_place(state: State) -> State:
 # frozen_kept
 
 
-@mutant("own_slot", at=Event.AFTER_TRAIN_BATCH, task="frozen")
+@mutant("own_slot", at=Event.AFTER_TRAIN_BATCH)
 def decays_frozen(state: State) -> State:
     """Decays all of `state.params`, where those of `state.context.trainable` were meant."""
     return scaled_params(state, 0.99)
+
+
+@mutant("own_slot", at=Event.BATCH_END)
+def decays_frozen_biases(state: State) -> State:
+    """Pulls biases to zero, frozen ones too, in a network where nothing need be frozen."""
+    return state.replace(params={name: p * 0.9 if p.ndim == 1 else p for name, p in state.params.items()})
 
 
 # init_once
