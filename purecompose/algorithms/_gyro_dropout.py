@@ -10,7 +10,7 @@ from purecompose import random, surgery
 from purecompose._support.device import as_scalar
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.nn.keyed.scope import is_compared
+from purecompose.nn.keyed.draws import is_compared
 from purecompose.random.keys import as_rng
 from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event

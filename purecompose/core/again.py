@@ -15,7 +15,7 @@ from purecompose.core.operation import Carry, Lowered, Node, Operation, Purpose,
 from purecompose.core.ranks import Ranks, Sharing
 from purecompose.core.separable import Check, check_operations
 from purecompose.core.state import State
-from purecompose.nn.keyed.scope import current_run
+from purecompose.nn.keyed.draws import current_run
 from purecompose.schedule import Hparam, Schedule, collect
 
 

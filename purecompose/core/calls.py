@@ -17,7 +17,7 @@ from purecompose.core.loss import with_scalars
 from purecompose.core.ranks import Ranks, SharedPart
 from purecompose.core.values import Values
 from purecompose.nn.keyed import modules
-from purecompose.nn.keyed.scope import CURRENT, current_run, is_compared, running
+from purecompose.nn.keyed.draws import CURRENT, current_run, is_compared, running
 from purecompose.nn.network import call_model
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.device import sent
-from purecompose.nn.keyed.scope import current_run
+from purecompose.nn.keyed.draws import current_run
 from purecompose.random.keys import fold_in
 from purecompose.schedule import Schedule
 from purecompose.time import Timestamp

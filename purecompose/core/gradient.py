@@ -28,7 +28,7 @@ from purecompose.core.ranks import SharedPart
 from purecompose.core.state import State
 from purecompose.core.values import fields_where
 from purecompose.nn.differentiable import Once, OwnDerivatives, plain_operations
-from purecompose.nn.keyed.scope import Part, running
+from purecompose.nn.keyed.draws import Part, running
 
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:

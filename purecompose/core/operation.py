@@ -16,7 +16,7 @@ from purecompose.core.contract import Contract
 from purecompose.core.layout import Cut
 from purecompose.core.ranks import Ranks, SharedPart, Sharing
 from purecompose.core.state import State, check_single
-from purecompose.nn.keyed.scope import CURRENT, Part
+from purecompose.nn.keyed.draws import CURRENT, Part
 from purecompose.time.event import Event
 
 
@@ -36,7 +36,7 @@ class Carry(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """The purpose of a run, and what its parts have in common; user code finds it by `nn.keyed.scope.current_run`."""
+    """The purpose of a run, and what its parts have in common; user code finds it by `nn.keyed.draws.current_run`."""
 
     sharing: Sharing = "all"
     """Part of the batch whose gradients are computed, if several processes share it."""

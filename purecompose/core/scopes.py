@@ -22,7 +22,7 @@ from purecompose.core.slices import run_slices, run_until_loss
 from purecompose.core.state import State
 from purecompose.errors import ContractError
 from purecompose.nn.differentiable import OwnDerivatives
-from purecompose.nn.keyed.scope import Part, running
+from purecompose.nn.keyed.draws import Part, running
 from purecompose.time.event import Event
 
 

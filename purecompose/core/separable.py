@@ -33,7 +33,7 @@ from purecompose.core.layout import Cut
 from purecompose.core.means import denominators, num_terms, targets_of_loss
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation
 from purecompose.core.state import State
-from purecompose.nn.keyed.scope import is_under_foreign_checkpoint
+from purecompose.nn.keyed.draws import is_under_foreign_checkpoint
 from purecompose.random.keys import fold_in
 
 

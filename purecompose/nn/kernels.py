@@ -26,8 +26,8 @@ from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.scopes import NOTHING, together
 from purecompose._support.shards import local
 from purecompose.nn.differentiable import normalize, plain_operations, replaces_functions, wants_plain
-from purecompose.nn.keyed.layers import past_dispatch
-from purecompose.nn.keyed.scope import shared_batch
+from purecompose.nn.keyed.draws import shared_batch
+from purecompose.nn.keyed.functions import past_dispatch
 from purecompose.nn.skeleton import Skeleton
 
 

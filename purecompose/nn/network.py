@@ -18,7 +18,7 @@ from purecompose.nn.differentiable import OwnDerivatives, is_in_gradient
 from purecompose.nn.gathering import gathered_on_use
 from purecompose.nn.kernels import kernels
 from purecompose.nn.keyed import modules
-from purecompose.nn.keyed.scope import is_first_run
+from purecompose.nn.keyed.draws import is_first_run
 from purecompose.nn.model import Model
 from purecompose.nn.skeleton import Skeleton
 
@@ -217,7 +217,7 @@ class _Pass(NamedTuple):
 
     def _drawn(self) -> tuple[_Result, int]:
         scope = self.keyed()
-        return self._plain(scope), scope.draws
+        return self._plain(scope), scope.count
 
     def _detected(self) -> _Result | None:
         """Return the result of a plain pass, or None if it would have drawn."""

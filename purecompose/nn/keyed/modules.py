@@ -30,18 +30,14 @@ from purecompose._support.dynamo import DispatchMode
 from purecompose._support.functorch import is_transforming
 from purecompose.errors import UnkeyedRandomError as UnkeyedRandomError
 from purecompose.nn.differentiable import plain_operations, replaces_functions
-from purecompose.nn.keyed.functions import FUNCTIONS
-from purecompose.nn.keyed.layers import LAYERS
-from purecompose.nn.keyed.scope import CURRENT, Handler, Scope, running, unkeyed
+from purecompose.nn.keyed.draws import CURRENT, Draws, running, unkeyed
+from purecompose.nn.keyed.functions import HANDLERS
 from purecompose.nn.skeleton import replay
 from purecompose.random.keys import Rng
 
 
-HANDLERS: dict[Any, Handler] = {**LAYERS, **FUNCTIONS}
-
-
-class Keyed(Scope):
-    """Mode that `keyed` switches on. Its attribute `draws` is the number of random calls handled so far."""
+class Keyed(Draws):
+    """Mode that `keyed` switches on. Its attribute `count` is the number of random calls handled so far."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
@@ -51,6 +47,8 @@ class Keyed(Scope):
         if kwargs.pop("generator", None) is not None:
             advice = "Leave `generator` out: the call then draws from the run's key."
             raise unkeyed(func, "was given a generator, which is state outside of the run's", advice)
+        if kwargs.pop("out", None) is not None and func is not torch.empty:
+            raise unkeyed(func, "has no keyed form with out=", "Use the tensor that it returns.")
         return handler(self, func, *args, **kwargs)
 
 
@@ -65,7 +63,7 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
             with another one draw other numbers.
 
     Returns:
-        A context manager, for one use; after `with ... as record`, `record.draws` is the number of random calls
+        A context manager, for one use; after `with ... as record`, `record.count` is the number of random calls
         handled.
 
     Raises:
@@ -77,7 +75,7 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
         >>> x = torch.ones(4, 6)
         >>> with keyed(Rng(key(0)), num_examples=4) as record:
         ...     whole = torch.nn.functional.dropout(x)
-        >>> record.draws
+        >>> record.count
         1
         >>> with keyed(Rng(key(0)), num_examples=2, first_example=2):
         ...     half = torch.nn.functional.dropout(x[2:])
@@ -174,15 +172,14 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Bound here, so that no keyword argument of `fn` is taken as one of torch's.
     bound = functools.partial(fn, **kwargs)
     modes = reversed(_get_current_function_mode_stack())
-    scope = next((mode for mode in modes if isinstance(mode, Keyed)), None)
-    keeps_generator = scope is None
-    region = _replayable(bound, scope)
-    return torch_checkpoint(region, *args, use_reentrant=False, preserve_rng_state=keeps_generator)
+    draws = next((mode for mode in modes if isinstance(mode, Keyed)), None)
+    region = _replayable(bound, draws)
+    return torch_checkpoint(region, *args, use_reentrant=False, preserve_rng_state=draws is None)
 
 
-def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., Any]:
-    """Return `fn` such that its first call draws in `scope`, and later calls draw the same numbers in new scopes."""
-    start = 0 if scope is None else scope.draws
+def _replayable(fn: Callable[..., Any], draws: Keyed | None) -> Callable[..., Any]:
+    """Return `fn` such that its first call draws in `draws`, and later calls draw the same numbers again."""
+    start = 0 if draws is None else draws.count
     part = CURRENT.get()
     num_passes = 0 if part is None else part.num_passes
     # Without gradients nothing is recomputed.
@@ -195,13 +192,11 @@ def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., An
         # The region counts its passes separately, so that a recomputation can begin from the same number.
         region = None if part is None else part.region(num_passes)
         if not is_first:
-            draws = scope and Keyed(scope.rng, scope.num_examples, scope.first_example, draws=start)
-            if scope and draws:
-                draws.is_compared = scope.is_compared
-            with bound_again(), plain(), running(region), draws or nullcontext():
+            repeated = nullcontext() if draws is None else draws.again(start)
+            with bound_again(), plain(), running(region), repeated:
                 return fn(*args, **kwargs)
         is_first = False
-        with running(region), nullcontext() if scope is None else scope.replayable():
+        with running(region), nullcontext() if draws is None else draws.replayable():
             result = fn(*args, **kwargs)
         if part is not None and region is not None:
             part.num_passes = region.num_passes

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose._support.checks import check_whole, shown
-from purecompose.nn.keyed.scope import apart
+from purecompose.nn.keyed.draws import apart
 from purecompose.nn.layers._forms import Wrapping, is_plain, recast
 
 

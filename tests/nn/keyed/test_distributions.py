@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributions as D, nn
+from torch.nn import functional as F
 
 import purecompose as pc
 from purecompose import State, compose, loop_events
@@ -46,6 +47,8 @@ SAMPLES: dict[str, Callable[[Tensor], Tensor]] = {
     "Geometric": lambda x: x * D.Geometric(x.sigmoid()).sample(),
     "Categorical": lambda x: x * D.Categorical(logits=x).sample()[:, None],
     "RelaxedBernoulli": lambda x: D.RelaxedBernoulli(torch.tensor(0.5), logits=x).rsample(),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "gumbel_softmax, hard": lambda x: x * F.gumbel_softmax(x, hard=True),
     "log_prob": lambda x: D.Normal(x, x.exp()).log_prob(torch.zeros(3)),
     "kl_divergence": lambda x: D.kl_divergence(D.Normal(x, x.exp()), D.Normal(0.0, 1.0)),
 }

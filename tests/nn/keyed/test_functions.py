@@ -80,4 +80,4 @@ def test_ranges_and_options_are_those_of_torch() -> None:
             assert torch.rand(2).dtype == torch.float64
         finally:
             torch.set_default_dtype(default)
-    assert record.draws == 1
+    assert record.count == 1

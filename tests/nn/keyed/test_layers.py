@@ -50,7 +50,7 @@ def test_without_training_or_with_p_0_nothing_is_drawn(name: str) -> None:
     x = images()
     with keyed(Rng(key(0)), num_examples=len(x)) as record, detect():
         assert torch.equal(IDLE[name](x), x)
-    assert record.draws == 0
+    assert record.count == 0
 
 
 @pytest.mark.parametrize("module", [MHA, ENCODER, DECODER, LSTM, GRU], ids=lambda m: type(m).__name__)
@@ -64,7 +64,7 @@ def test_modules_in_eval_are_those_of_torch(module: nn.Module) -> None:
             result = module(*inputs)
     finally:
         module.train()
-    assert record.draws == 0
+    assert record.count == 0
     torch.testing.assert_close(result, expected)
 
 

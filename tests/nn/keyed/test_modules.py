@@ -127,7 +127,7 @@ def test_one_key_gives_one_result_and_another_key_batch_or_call_another(name: st
     with keyed(Rng(key(0)), num_examples=len(x)) as record:
         again, other = fn(x), fn(x)
     assert torch.equal(again, first) and not torch.equal(other, first)
-    assert record.draws >= 2
+    assert record.count >= 2
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -173,7 +173,7 @@ def test_rows_of_any_part_are_the_rows_of_the_whole(n: int, rows: int, rest: int
 
 KEYS_FIRST: dict[str, Fn] = {
     name: CASES[name]
-    for name in ("F.dropout", "F.dropout inplace", "F.dropout2d", "sdpa", "gumbel_softmax")
+    for name in ("F.dropout", "F.dropout inplace", "F.dropout2d", "sdpa")
     + ("rand_like", "bernoulli", "randint", "MultiheadAttention fused", "TransformerEncoderLayer")
 } | {
     "empty filled": lambda x: torch.empty(len(x), 3).normal_(),
@@ -241,6 +241,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "generator in place": (lambda: torch.empty(3).normal_(generator=torch.Generator()), "given a generator"),
     "sparse": (lambda: torch.rand(3, layout=torch.sparse_coo), "layout="),
     "out": (lambda: torch.rand(3, out=torch.empty(3)), "out="),
+    "out of bernoulli": (lambda: torch.bernoulli(torch.ones(3), out=torch.empty(3)), "torch.bernoulli.*out="),
+    "out of multinomial": (
+        lambda: torch.multinomial(torch.ones(3), 2, out=torch.empty(2, dtype=torch.int64)),
+        "torch.multinomial.*out=",
+    ),
+    "out of normal": (lambda: torch.normal(torch.ones(3), 1.0, out=torch.empty(3)), "torch.normal.*out="),
     "integers": (lambda: torch.empty(3).random_(), "Tensor.random_"),
     "init": (lambda: nn.init.normal_(torch.empty(3, 2)), "normal_"),
     "packed": (
@@ -274,7 +280,7 @@ def test_a_random_function_without_a_keyed_form_is_named_with_its_module(name: s
 def test_a_generator_argument_of_none_is_accepted() -> None:
     with keyed(Rng(key(0))) as record:
         torch.rand(3, generator=None)
-    assert record.draws == 1
+    assert record.count == 1
 
 
 def test_detect_ignores_operations_that_draw_nothing_and_names_the_first_draw() -> None:

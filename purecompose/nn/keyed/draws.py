@@ -1,7 +1,7 @@
-"""The scope of keyed draws: their key, place in the batch, and device, and the part of a step that they belong to.
+"""The keyed draws of a forward pass: their key, place in the batch, and device, and the part of a step that runs it.
 
-One `Scope` is used for one forward pass. It counts the random calls, gives each its own draw from the run's key,
-and makes the draw per example if the tensor's leading dimension is the batch.
+`Draws` counts the random calls of one pass, gives each its own draw from the run's key, and makes the draw per example
+if the tensor's leading dimension is the batch.
 
 A part is a stage, or an algorithm at an event. Its forward passes are numbered by their order, so that each draws other
 numbers; from the start again each time the part runs: in every slice, in `state.gradient`, and when it is traced.
@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from types import CodeType, FrameType, MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ Sampler = Callable[[Rng, tuple[int, ...]], Tensor]
 """`(rng, shape) -> Tensor`: a function that draws a tensor of the given shape."""
 
 Handler = Callable[..., Any]
-"""`(scope, func, *args, **kwargs) -> result`: a function that replaces a random call."""
+"""`(draws, func, *args, **kwargs) -> result`: a function that replaces a random call."""
 
 
 def unkeyed(func: Any, why: str, advice: str) -> UnkeyedRandomError:
@@ -83,24 +83,24 @@ def called_from(
     return "" if own is None else f" in {name} ({own.f_code.co_filename}:{lines.get(own, own.f_lineno)})"
 
 
-class Scope(TorchFunctionMode):
+class Draws(TorchFunctionMode):
     """The keyed draws of one forward pass.
 
-    A torch-function mode, so that a handler can switch it on again (`with scope:`) while it runs a Python
-    composite; the subclass decides how to handle a call.
+    A torch-function mode, so that a handler can switch it on again (`with draws:`) while it runs a Python
+    composite; the subclass `Keyed` finds the handler of a call.
 
     Attributes:
-        draws: Number of random calls that have been given a key so far. Call i draws from `rng.named(i)`.
+        count: Number of random calls that have been given a key so far. Call i draws from `rng.named(i)`.
         is_compared: True if draws that are not per example are a single number, so that slices can be compared.
     """
 
     is_compared: bool = False
 
     def __init__(
-        self, rng: Rng, num_examples: int | None = None, first_example: int | Tensor = 0, *, draws: int = 0
+        self, rng: Rng, num_examples: int | None = None, first_example: int | Tensor = 0, *, count: int = 0
     ) -> None:
         super().__init__()
-        self.draws = draws
+        self.count = count
         self.rng: Rng = rng.per_example(None)
         self.num_examples = num_examples
         self.first_example = first_example
@@ -134,8 +134,8 @@ class Scope(TorchFunctionMode):
         """
         self._check_replayable(func)
         shape = tuple(shape)
-        rng = self.rng.named(self.draws)
-        self.draws += 1
+        rng = self.rng.named(self.count)
+        self.count += 1
         if not shape:  # a decision about the whole batch, such as to drop a block
             return sampler(_moved(rng, device), shape)
         count = self.num_examples if per_example else None
@@ -162,6 +162,12 @@ class Scope(TorchFunctionMode):
             self._key_of_slice = self.rng.per_example(self.first_example).examples
         assert self._key_of_slice is not None
         return self._key_of_slice
+
+    def again(self, count: int) -> Self:
+        """Return draws that repeat these from a number of calls on."""
+        new = type(self)(self.rng, self.num_examples, self.first_example, count=count)
+        new.is_compared = self.is_compared
+        return new
 
     @contextmanager
     def replayable(self) -> Iterator[None]:
