@@ -45,8 +45,8 @@ from purecompose import (
 from purecompose.errors import CheckpointError, CheckpointWarning
 from purecompose.run.saving import folder, newest
 from purecompose.run.saving.files import check_files
+from purecompose.testing.case import Subject
 from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS, Task
 
 

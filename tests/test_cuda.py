@@ -19,8 +19,8 @@ from purecompose.core.loop import eval_events
 from purecompose.random import choice
 from purecompose.run.evaluation import Evaluator, run_evaluator
 from purecompose.schedule import cosine
+from purecompose.testing.case import Subject
 from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 from tests.helpers import changing, make_cnn, make_mlp, make_state
 from tests.shipped_examples import examples_on_tasks

@@ -173,7 +173,7 @@ def _subject(text: str, testing: Any) -> Any:
     try:
         if is_own:
             imported(text)  # its errors are more precise
-        return testing.subject.Subject.of(text)
+        return testing.Subject.of(text)
     except (specs.SpecError, ValueError) as error:
         is_unknown = not is_own and text.partition("(")[0] not in FACTORIES
         raise ValueError(f"{error}{'; write your own as my_module:my_algorithm' if is_unknown else ''}") from error

@@ -10,7 +10,7 @@ Needs Hypothesis: `pip install "purecompose[testing]"`.
 """
 
 from purecompose.testing import strategies as strategies, suite as suite
-from purecompose.testing.case import COMPANIONS as COMPANIONS, Case as Case
+from purecompose.testing.case import COMPANIONS as COMPANIONS, Case as Case, Subject as Subject
 from purecompose.testing.checking import check as check, check_loss as check_loss, laws as laws
 from purecompose.testing.law import (
     Broken as Broken,
@@ -28,9 +28,8 @@ from purecompose.testing.order import (
     commutes as commutes,
     conflicts as conflicts,
 )
-from purecompose.testing.record import compare as compare, intercepted as intercepted, run as run
+from purecompose.testing.record import compare as compare, run as run
 from purecompose.testing.report import Outcome as Outcome, Report as Report, Status as Status
 from purecompose.testing.shipped import SHIPPED as SHIPPED
-from purecompose.testing.subject import Subject as Subject
 from purecompose.testing.suite import LAWS as LAWS
 from purecompose.testing.tasks import TASKS as TASKS, Task as Task, make_task as make_task

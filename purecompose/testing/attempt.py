@@ -18,7 +18,7 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.state import State
-from purecompose.testing.case import Case, find_moments
+from purecompose.testing.case import Case, Subject, find_moments
 from purecompose.testing.law import (
     Broken,
     Law,
@@ -31,9 +31,8 @@ from purecompose.testing.law import (
     never_acts,
 )
 from purecompose.testing.process import process_restored, process_settings
-from purecompose.testing.record import intercepted
+from purecompose.testing.record import Watched
 from purecompose.testing.report import Outcome, Status
-from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import Task
 from purecompose.time.event import Event
 
@@ -361,4 +360,4 @@ def _watched(algorithm: Algorithm, touched: list[Event]) -> Algorithm:
             touched.append(event)
         return after
 
-    return intercepted(algorithm, around)
+    return Watched(algorithm, around).algorithm

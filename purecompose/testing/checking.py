@@ -17,11 +17,10 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.separable import check_outputs
 from purecompose.core.state import State
 from purecompose.testing.attempt import NEUTRAL, Attempt, Refusal, refusal, search
-from purecompose.testing.case import COMPANY
+from purecompose.testing.case import COMPANY, Subject
 from purecompose.testing.law import Law
 from purecompose.testing.report import Outcome, Report, Status
 from purecompose.testing.strategies import cases
-from purecompose.testing.subject import Subject
 from purecompose.testing.suite import LAWS
 from purecompose.testing.tasks import TASKS, Task
 

@@ -14,9 +14,8 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.loop import loop_events
 from purecompose.core.program import events_in
 from purecompose.errors import FormError
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, Subject
 from purecompose.testing.process import process_restored
-from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import Task
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER

@@ -23,12 +23,11 @@ from purecompose.core.program import events_in
 from purecompose.core.state import State
 from purecompose.errors import MatchError
 from purecompose.testing.attempt import Stop, Tried, first_line, search
-from purecompose.testing.case import Case, find_moments
+from purecompose.testing.case import Case, Subject, find_moments
 from purecompose.testing.checking import chosen
 from purecompose.testing.law import Broken, Row, labelled
 from purecompose.testing.record import LASTING, STEP_FIELDS, compare
 from purecompose.testing.strategies import cases
-from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Task
 from purecompose.time.event import Event
 from purecompose.time.predicates import Predicate, on
@@ -310,7 +309,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Conflicts:
-    """The result of `conflicts`; `str` shows the matrix of pairs and the list of those that do not commute."""
+    """The result of `conflicts`; `str` shows the pairs that do not commute, and what decides the order of each."""
 
     algorithms: tuple[str, ...]
     """The names, as listed."""
@@ -332,42 +331,16 @@ class Conflicts:
         """The meetings for which no generated case shows whether the pair commutes."""
         return tuple(meeting for meeting in self.meetings if meeting.commutation.commutes is None)
 
-    def cell(self, row: str, column: str) -> str:
-        """Return the matrix's entry for two names: one mark, or several where events differ.
-
-        `.`: they commute. `-`: they never meet. `<` or `>`: they do not commute, and the row acts before or after the
-        column. `!`: they do not commute, and only the list decides. `?`: no answer. Empty for a name and itself.
-        """
-        met = [meeting for meeting in self.meetings if set(meeting.order) == {row, column}]
-        if row == column:
-            return ""
-        marks = {_mark(meeting, row) for meeting in met}
-        return "".join(mark for mark in "!<>?" if mark in marks) or ("." if met else "-")
-
     def __str__(self) -> str:
-        if not self.algorithms:
-            return "no algorithms"
-        parts = [table(*self._matrix()), _LEGEND]
         if self.conflicting:
-            parts.append(table(["event", "order", "decided by"], self._decisions()))
+            parts = [table(["event", "order", "decided by"], self._decisions())]
         else:
-            parts.append("no conflict found, but some gave no answer" if self.unknown else "they all commute")
+            parts = ["no conflict found, but some gave no answer" if self.unknown else "they all commute"]
         parts += [
             labelled(f"{' and '.join(m.order)} do not commute at {m.event.name}", m.commutation.rows)
             for m in self.conflicting
         ]
         return "\n\n".join([*parts, *(str(meeting.commutation) for meeting in self.unknown)])
-
-    def __repr__(self) -> str:
-        return f"Conflicts({', '.join(self.algorithms)}; conflicting: {len(self.conflicting)})"
-
-    def _matrix(self) -> tuple[list[str], list[list[str]]]:
-        numbers = [str(number) for number in range(1, len(self.algorithms) + 1)]
-        rows = [
-            [number, name, *(self.cell(name, other) for other in self.algorithms)]
-            for number, name in zip(numbers, self.algorithms, strict=True)
-        ]
-        return ["", "algorithm", *numbers], rows
 
     def _decisions(self) -> list[list[str]]:
         return [[m.event.name, " < ".join(m.order), m.decided_by or self._listing(m)] for m in self.conflicting]
@@ -375,12 +348,6 @@ class Conflicts:
     def _listing(self, meeting: Meeting) -> str:
         first, second = map(self.algorithms.index, meeting.order)
         return f"only the list ({'listed so' if first < second else 'listed, reversed'})"
-
-
-_LEGEND = (
-    ".  commute        <  row acts before column    !  do not commute, and only the order of the list decides\n"
-    "-  never meet     >  row acts after column     ?  no generated case gave an answer"
-)
 
 
 def conflicts(
@@ -403,14 +370,6 @@ def conflicts(
     Example:
         >>> found = conflicts(["mixup(0)", "label_smoothing(0)"])  # neutral settings: neither ever acts
         >>> print(found)
-           algorithm        1  2
-        -  ---------------  -  -
-        1  mixup               -
-        2  label_smoothing  -
-        <BLANKLINE>
-        .  commute        <  row acts before column    !  do not commute, and only the order of the list decides
-        -  never meet     >  row acts after column     ?  no generated case gave an answer
-        <BLANKLINE>
         they all commute
     """
     listed, ordering = [Subject.of(given).algorithm for given in algorithms], tuple(passes)
@@ -455,13 +414,3 @@ def _by_passes(passes: Iterable[Pass], pair: Sequence[Algorithm], event: Event) 
         for one_pass in passes:
             ordered = run_pass(one_pass, ordered, event)
     return tuple(algorithm for algorithm in ordered if algorithm in pair)
-
-
-def _mark(meeting: Meeting, row: str) -> str:
-    if meeting.commutation.commutes is None:
-        return "?"
-    if meeting.commutation.commutes:
-        return "."
-    if meeting.is_open:
-        return "!"
-    return "<" if meeting.order[0] == row else ">"

@@ -153,16 +153,6 @@ class Watched:
         return after
 
 
-def intercepted(algorithm: Algorithm, around: Callable[[Event, State, Act], State]) -> Algorithm:
-    """Wrap each application of the algorithm within a step in `around(event, state, act)`; see `Watched`.
-
-    Args:
-        algorithm: The algorithm.
-        around: A function that returns the state after the event; `act(state)` applies the algorithm.
-    """
-    return Watched(algorithm, around).algorithm
-
-
 def check_equal(
     first: Any,
     second: Any,

@@ -68,11 +68,6 @@ class Outcome:
         """The full text of a violation or an error; empty for other outcomes."""
         return labelled(self.title, self.rows) if self.rows else ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        names = ("law", "reason", "promise", "num_cases", "num_acted", "details", "seconds")
-        return {"status": self.status.value, **{name: getattr(self, name) for name in names}}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -172,19 +167,6 @@ class Report:
 
     def _repr_html_(self) -> str:
         return fragment(preformatted(str(self)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
-        return {
-            "algorithm": self.algorithm,
-            "ok": self.ok,
-            "tasks": list(self.tasks),
-            "refused": dict(self.refused),
-            "max_examples": self.max_examples,
-            "seed": self.seed,
-            "seconds": round(self.seconds, 3),
-            "laws": [outcome.to_dict() for outcome in self.outcomes],
-        }
 
     def _details(self) -> list[tuple[str, tuple[Row, ...]]]:
         """Return the titles and rows below the table; equal errors are reported once, with the first case."""

@@ -1,23 +1,15 @@
-"""The table of shipped algorithms, with the settings and tasks for laws and property tests, one row each.
+"""The table of shipped algorithms, with examples and tasks for laws and property tests, one row each.
 
 A test compares the table with the factories, so that a new algorithm cannot be left out.
 """
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args, get_origin
 
-from hypothesis import strategies as st
 from torch import nn
 
-from purecompose._support import specs
-from purecompose.algorithms import FACTORIES
-from purecompose.core.algorithm import Algorithm
 from purecompose.nn.layers.transformer import FeedForward, SelfAttention
-from purecompose.schedule import Hparam, Scalar, cosine, hparam, linear
-from purecompose.schedule.declared import Within, declarations
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Residual, Task
 
 
@@ -31,8 +23,6 @@ class Row:
         neutral: Source text with settings that change nothing; `None` if there are none.
         tasks: Names of the `TASKS` that it accepts in full precision; names of tasks in half precision only for a
             method that does nothing elsewhere. See `accepted`.
-        fixed: Settings that `algorithms` takes from the examples, since they depend on each other or on the tasks'
-            small networks.
         needs: Types of layers, one of which a network must contain, for methods that replace or use them.
         is_alone: True if the algorithm excludes all others, so that it is in no list of several.
     """
@@ -41,19 +31,8 @@ class Row:
     examples: tuple[str, ...]
     neutral: str | None = None
     tasks: tuple[str, ...] = FULL_TASKS
-    fixed: tuple[str, ...] = ()
     needs: tuple[type[nn.Module], ...] = ()
     is_alone: bool = False
-
-    def algorithms(self) -> st.SearchStrategy[Algorithm]:
-        """Return a strategy for the algorithm: its examples, with other values of settings as they are declared."""
-        return self.settings().map(lambda settings: FACTORIES[self.name](**settings))
-
-    def settings(self) -> st.SearchStrategy[dict[str, Any]]:
-        """Return a strategy for valid keyword arguments."""
-        examples = [specs.by_name(specs.parse_one(text), FACTORIES).kwargs for text in self.examples]
-        changed = st.fixed_dictionaries({}, optional=_declared_settings(self.name, self.fixed))
-        return st.builds(lambda example, other: {**example, **other}, st.sampled_from(examples), changed)
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -70,54 +49,6 @@ class Row:
         return not self.needs or any(isinstance(module, self.needs) for module in task.make_net(0).modules())
 
 
-def _declared_settings(name: str, fixed: tuple[str, ...]) -> dict[str, st.SearchStrategy[Any]]:
-    """Return strategies for the settings of a factory whose values its annotations enumerate, but the fixed ones."""
-    parameters = inspect.signature(FACTORIES[name]).parameters
-    found = {
-        one: _declared(f"{name}/{one}", annotation, parameters[one].default)
-        for one, annotation in declarations(FACTORIES[name]).items()
-        if one not in fixed
-    }
-    return {one: values for one, values in found.items() if values is not None}
-
-
-def _declared(name: str, annotation: Any, default: Any) -> st.SearchStrategy[Any] | None:
-    """Return a strategy for a setting as it is declared, or `None` if the declaration does not enumerate its values."""
-    if annotation is bool:
-        return st.booleans()
-    if get_origin(annotation) is Literal:
-        return st.sampled_from(get_args(annotation))
-    if get_origin(annotation) is not Annotated or not isinstance(annotation.__metadata__[0], Within):
-        return None
-    kinds, declared = get_args(annotation.__origin__) or (annotation.__origin__,), annotation.__metadata__[0]
-    values = _numbers(declared, is_whole=float not in kinds)
-    if isinstance(default, int | float):
-        values = st.just(default) | values
-    if Hparam in kinds:
-        values |= _scalars(name)
-    return st.none() | values if type(None) in kinds else values
-
-
-def _numbers(declared: Within, *, is_whole: bool) -> st.SearchStrategy[Any]:
-    """Return a strategy for numbers of a range that is cut off at 10; in steps of a hundredth if they are not whole."""
-    low, high = declared.low, min(declared.high, 10)
-    if is_whole:
-        return st.integers(int(low), int(high))
-    is_open = declared.below and high == declared.high
-    parts = st.integers(int(declared.above), 100 - int(is_open))
-    return parts.map(lambda part: low + (high - low) * part / 100)
-
-
-_SCHEDULES = (linear(), linear(0.0, 1.0, t_max="0.5dur"), cosine(), cosine(warmup="0.25dur"))
-
-
-def _scalars(name: str) -> st.SearchStrategy[Scalar]:
-    """Return a strategy for hparams, schedules and their products."""
-    hparams = st.sampled_from([0.25, 0.0, 1.0]).map(lambda default: hparam(name, default))
-    schedules = st.sampled_from(_SCHEDULES)
-    return hparams | schedules | st.builds(lambda one, other: one * other, hparams, schedules)
-
-
 _UNMIXED_IDS = ("vectors", "soft", "images", "frozen", "zero_head", "double", "bf16_weights")
 _NO_BATCHNORM = ("vectors", "soft", "tokens", "frozen", "zero_head", "double", "bf16_weights")
 
@@ -132,7 +63,6 @@ _ROWS = (
         ),
         neutral="augmix(0)",
         tasks=("images",),
-        fixed=("width", "alpha"),
     ),
     Row(
         "batch_size_warmup",
@@ -144,7 +74,6 @@ _ROWS = (
         examples=("blurpool(min_channels=4)", "blurpool(blur_first=False, min_channels=1)"),
         tasks=("images",),
         needs=(nn.Conv2d,),
-        fixed=("min_channels", "replace_convs"),
     ),
     Row("channels_last", examples=("channels_last()",), tasks=("images",), needs=(nn.Conv2d,)),
     Row(
@@ -152,7 +81,6 @@ _ROWS = (
         examples=("colout(0.2, 0.4)", "colout(0.5, 0.2, resize_target=False)"),
         neutral="colout(0, 0)",
         tasks=("images",),
-        fixed=("p_row", "p_col"),
     ),
     Row(
         "cutmix",
@@ -170,9 +98,8 @@ _ROWS = (
         "decoupled_weight_decay",
         examples=("decoupled_weight_decay(0.01)", "decoupled_weight_decay(0.05, 2, ('*bias',))"),
         neutral="decoupled_weight_decay(0.0)",
-        fixed=("weight_decay",),
     ),
-    Row("ema", examples=("ema('2ba')", "ema(smoothing=0.9, every='2ba')"), fixed=("smoothing",)),
+    Row("ema", examples=("ema('2ba')", "ema(smoothing=0.9, every='2ba')")),
     Row(
         "factorize",
         examples=(
@@ -180,7 +107,6 @@ _ROWS = (
             "factorize(factorize_convs=False, min_features=1, latent_features=0.25)",
         ),
         neutral="factorize(False, False)",
-        fixed=("min_channels", "min_features", "factorize_convs", "factorize_linears"),
     ),
     Row(
         "fused_layernorm",
@@ -218,12 +144,7 @@ _ROWS = (
     Row(
         "gradient_norm", examples=("gradient_norm()", "gradient_norm(each=True)"), neutral="gradient_norm(total=False)"
     ),
-    Row(
-        "gyro_dropout",
-        examples=("gyro_dropout(0.5, 4, 2)", "gyro_dropout(0.3)"),
-        neutral="gyro_dropout(0)",
-        fixed=("sigma", "tau"),
-    ),
+    Row("gyro_dropout", examples=("gyro_dropout(0.5, 4, 2)", "gyro_dropout(0.3)"), neutral="gyro_dropout(0)"),
     Row("label_smoothing", examples=("label_smoothing(0.1)", "label_smoothing(1)"), neutral="label_smoothing(0)"),
     Row(
         "layer_freezing",
@@ -240,7 +161,6 @@ _ROWS = (
         "loss_scaling",
         examples=("loss_scaling()", "loss_scaling(1024.0, growth_factor=4.0, growth_interval=1)"),
         neutral="loss_scaling(1.0, growth_factor=1.0, backoff_factor=1.0)",
-        fixed=("init_scale",),
     ),
     Row(
         "low_precision_groupnorm",
@@ -266,21 +186,18 @@ _ROWS = (
         examples=("per_example_clipping(0.5)", "per_example_clipping(0.5, 0.3, chunk_size=2)"),
         neutral="per_example_clipping(1e999)",
         tasks=_NO_BATCHNORM,
-        fixed=("noise_multiplier",),
     ),
     Row(
         "progressive_resizing",
         examples=("progressive_resizing()", "progressive_resizing('crop', 0.5, 0.1, 0, 1)"),
         neutral="progressive_resizing(initial_scale=1)",
         tasks=("images",),
-        fixed=("initial_scale", "finetune_fraction", "delay_fraction"),
     ),
     Row(
         "randaugment",
         examples=("randaugment(9, 1)", "randaugment(5, 2, ('rotate', 'equalize', 'sharpness'))"),
         neutral="randaugment(0)",
         tasks=("images",),
-        fixed=("depth",),
     ),
     Row("sam", examples=("sam()", "sam(0.5, every=2)"), neutral="sam(0)"),
     Row("schedule_free", examples=("schedule_free()", "schedule_free(0.0)")),
@@ -292,14 +209,12 @@ _ROWS = (
             "selective_backprop(0.5, 0.9, keep=0.3)",
         ),
         neutral="selective_backprop(keep=1)",
-        fixed=("start", "end", "scale_factor"),
     ),
     Row(
         "seq_length_warmup",
         examples=("seq_length_warmup(0.6, 2, 5, 1)", "seq_length_warmup(1.0, 2, 5, 1, truncate=False)"),
         neutral="seq_length_warmup(0)",
         tasks=("tokens",),
-        fixed=("min_seq_length", "max_seq_length", "preserve_end_of_sequence"),
     ),
     Row("skip_nonfinite", examples=("skip_nonfinite()",)),
     Row(
@@ -307,7 +222,6 @@ _ROWS = (
         examples=("squeeze_excite(0.5, 4)", "squeeze_excite(3, min_channels=1)"),
         tasks=("images",),
         needs=(nn.Conv2d,),
-        fixed=("min_channels",),
     ),
     Row(
         "stochastic_depth",
@@ -316,11 +230,7 @@ _ROWS = (
         tasks=("images",),
         needs=(Residual,),
     ),
-    Row(
-        "swa",
-        examples=("swa(0.25, 0.75, '1ba')", "swa('1ba', 1.0, '1ba')"),
-        fixed=("swa_lr", "anneal_strategy", "anneal_steps"),
-    ),
+    Row("swa", examples=("swa(0.25, 0.75, '1ba')", "swa('1ba', 1.0, '1ba')")),
     Row(
         "training_metrics",
         examples=("training_metrics()", "training_metrics(reset='2ba')"),
@@ -331,7 +241,6 @@ _ROWS = (
         examples=("weight_standardization()", "weight_standardization(1)"),
         tasks=("images",),
         needs=(nn.Conv2d,),
-        fixed=("n_last_layers_ignore",),
     ),
 )
 

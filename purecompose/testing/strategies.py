@@ -8,75 +8,17 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from purecompose import batch as batches, optim
+from purecompose import batch as batches
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
-from purecompose.core.program import events_in
 from purecompose.core.state import State
-from purecompose.schedule import hparam
-from purecompose.testing.case import COMPANIONS, COMPANY, Case, find_moments
-from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.subject import Subject
+from purecompose.testing.case import COMPANIONS, Case, Subject, find_moments
+from purecompose.testing.shipped import SHIPPED, Row
 from purecompose.testing.tasks import KINDS, TASKS, Task, make_task
-from purecompose.time import RunLength, Timestamp
 
 
-_LOOP = events_in(loop_events)
 _BATCH_SIZES = st.sampled_from([2, 3, 4, 5, 6, 1])
 _RATES = st.sampled_from([0.1, 0.1, 0.1, 1.0, 0.0])
 _SEEDS = st.integers(0, 999)
-_OPTIMIZERS = (
-    optim.sgd(hparam("lr", 0.1)),
-    optim.sgd(hparam("lr", 0.1), momentum=0.9),
-    optim.adam(hparam("lr", 1e-2)),
-    optim.adamw(hparam("lr", 1e-2)),
-)
-
-
-# Time
-
-
-@st.composite
-def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "tok")) -> RunLength:
-    """Generate lengths of runs, with and without known epochs, which shrink to one epoch.
-
-    Args:
-        units: Possible units of the duration; `None` means a run without end.
-
-    Example::
-
-        @given(runs())
-        def test_runs(run): ...
-    """
-    unit = draw(st.sampled_from(list(units)))
-    length = draw(st.integers(1, 60 if unit in ("sp", "tok", "sec") else 12))
-    duration = None if unit is None else f"{length}{unit}"
-    return RunLength(duration, draw(st.none() | st.integers(1, 5)))
-
-
-@st.composite
-def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
-    """Generate timestamps that a run reaches, batch by batch, so that the counters are consistent.
-
-    They shrink to the start. Epochs of unknown length end at random. Wall-clock times are 0. Some timestamps are beyond
-    the run's end.
-
-    Args:
-        run: The run; by default any, including one without end.
-
-    Example::
-
-        @given(timestamps())
-        def test_timestamps(timestamp): ...
-    """
-    if run is None:
-        run = draw(runs(units=("ep", "ba", "sp", "tok", None)))
-    point = Timestamp(run=run)
-    for _ in range(1 if run.batches_per_epoch else draw(st.integers(1, 3))):
-        point = point if point.batch == 0 else point.advance_epoch()
-        point = point.advance_by(draw(st.integers(0, 20)), draw(st.integers(0, 9)), draw(st.integers(0, 5)))
-    return point
 
 
 # Networks and data
@@ -104,16 +46,12 @@ def tasks(draw: st.DrawFn) -> Task:
     return draw(st.sampled_from(list(TASKS.values())))
 
 
-@st.composite
-def states(draw: st.DrawFn, task: Task | None = None, *, algorithms: Sequence[Algorithm] = ()) -> State:
-    """Generate states at any point of a run, with SGD with or without momentum, Adam or AdamW, in float32.
-
-    They shrink to a new state of `TASKS["vectors"]` with plain SGD and no slots.
+def states(task: Task | None = None, *, algorithms: Sequence[Algorithm] = ()) -> st.SearchStrategy[State]:
+    """Generate states at any point of a short run, with the slots of algorithms and of some companions.
 
     Args:
-        task: The network and its loss; by default any.
-        algorithms: Algorithms that are initialised, so that the state has their slots. Without any, some states have
-            the slot of a companion.
+        task: The network and its loss; by default any of `TASKS`.
+        algorithms: Algorithms that are initialised, so that the state has their slots.
 
     Example::
 
@@ -121,23 +59,19 @@ def states(draw: st.DrawFn, task: Task | None = None, *, algorithms: Sequence[Al
         def test_state(state):
             assert state.loss is not None
     """
-    task = draw(tasks()) if task is None else task
-    optimizer = draw(st.sampled_from(_OPTIMIZERS))
-    state = task.make_state(draw(_SEEDS), optimizer=optimizer).replace(timestamp=draw(timestamps()))
-    if not algorithms and draw(st.booleans()):
-        algorithms = [COMPANIONS["bystander"](f"{COMPANY}bystander")]
-    return compose(loop_events, algorithms).init(state) if algorithms else state
+    drawn = cases(tuple(TASKS.values()) if task is None else (task,))
+    return drawn.map(lambda case: case.step(*algorithms).init(case.state()))
 
 
 # Algorithms and programs
 
 
 def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.SearchStrategy[Algorithm]:
-    """Generate shipped algorithms with any valid settings, which shrink to the first of `SHIPPED` with common ones.
+    """Generate shipped algorithms with the settings of their examples, which shrink to the first of `SHIPPED`.
 
     Args:
         name: Name of the factory; by default any algorithm that accepts the task.
-        task: The task for which the settings must be valid.
+        task: The task.
 
     Raises:
         ValueError: No shipped algorithm has the name.
@@ -150,7 +84,12 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
     if name is not None and name not in SHIPPED:
         raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
     rows = [row for row in SHIPPED.values() if (row.accepts(task) if name is None else row.name == name)]
-    return st.one_of([row.algorithms() for row in rows])
+    return _examples(rows)
+
+
+def _examples(rows: Sequence[Row]) -> st.SearchStrategy[Algorithm]:
+    texts = [text for row in rows for text in row.examples]
+    return st.sampled_from(texts).map(lambda text: Subject.of(text).algorithm)
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
@@ -167,8 +106,7 @@ def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.S
             compose(loop_events, algorithms)
     """
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
-    each = st.one_of([row.algorithms() for row in rows])
-    return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
+    return st.lists(_examples(rows), max_size=max_size, unique_by=lambda algorithm: algorithm.name)
 
 
 # Cases

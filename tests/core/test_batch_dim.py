@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, batch as batches, losses, optim, tree
-from purecompose.testing.ranks import played
+from purecompose.testing.worker import played
 from tests.helpers import assert_near, trained_by_torch
 
 

@@ -12,9 +12,8 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, algorithms as alg, compose, loop_events, on, optim
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, Subject
 from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 from tests.helpers import assert_same, make_batches, make_cnn, make_state, run_steps
 from tests.shipped_examples import examples

@@ -193,10 +193,6 @@ def test_conflicts_of_shipped_algorithms() -> None:
     order = ("selective_backprop", "mixup")
     assert decided(answer) == [(ON_LOADED, order, "sort_selective_backprop_first")]
     assert answer.undecided == answer.unknown == ()
-    assert answer.cell("mixup", "selective_backprop") == ">" and answer.cell("selective_backprop", "mixup") == "<"
-    assert answer.cell("mixup", "label_smoothing") == "." and answer.cell("mixup", "mixup") == ""
-    rows = [line.split() for line in str(answer).splitlines()]
-    assert ["1", "mixup", ".", ">"] in rows and ["3", "selective_backprop", "<", "."] in rows
     assert "selective_backprop and mixup do not commute at AFTER_DATALOADER\n  leaf " in str(answer)
 
 
@@ -216,7 +212,6 @@ def test_without_a_rule_the_list_decides_reversed_at_after_events() -> None:
     for event, order in ((Event.BATCH_END, ("scale", "shift")), (Event.AFTER_TRAIN_BATCH, ("shift", "scale"))):
         answer = conflicts([scale(event), shift(event)], **FEW)
         assert decided(answer) == [(event, order, None)] and len(answer.undecided) == 1
-        assert answer.cell("scale", "shift") == answer.cell("shift", "scale") == "!"
         assert ("listed, reversed" if event.is_reversed else "listed so") in str(answer)
         step = compose(loop_events, [scale(event), shift(event)])
         assert tuple(algorithm.name for algorithm in step.order(step.algorithms, event)) == order
@@ -240,16 +235,17 @@ def test_the_pass_that_decides_is_named() -> None:
     turned = conflicts(pair, passes=(shift_first, flip), **FEW)
     assert decided(turned) == [(Event.BATCH_END, ("scale", "shift"), "shift_first")]
     dropped = conflicts(pair, passes=[lambda algorithms, event: algorithms[:1]], **FEW)
-    assert dropped.meetings == () and dropped.cell("scale", "shift") == "-"
+    assert dropped.meetings == ()
 
 
-def test_pairs_that_never_meet_are_unknown_or_differ_by_event_have_other_marks() -> None:
+def test_pairs_without_an_answer_are_listed_and_a_rule_may_decide_at_some_events_only() -> None:
     answer = conflicts([edit("broken", failing, Event.BATCH_END), shift(), noise()], **FEW)
-    assert answer.cell("broken", "shift") == "?" and answer.cell("shift", "noise") == "-"
+    assert [meeting.order for meeting in answer.unknown] == [("broken", "shift")]
     assert "OSError: no disk" in str(answer) and "they all commute" not in str(answer)
     events = (Event.BATCH_START, Event.BATCH_END)
     first = lambda algorithms, event: shift_first(algorithms, event) if event is events[0] else algorithms  # noqa: E731
-    assert conflicts([scale(*events), shift(*events)], passes=[first], **FEW).cell("scale", "shift") == "!>"
+    found = conflicts([scale(*events), shift(*events)], passes=[first], **FEW)
+    assert [decided_by is None for _, _, decided_by in decided(found)] == [False, True]
 
 
 def test_impossible_lists_are_refused() -> None:
@@ -261,4 +257,4 @@ def test_impossible_lists_are_refused() -> None:
         conflicts([noise(), noise()])
     with pytest.raises(OrderError, match="before"):
         conflicts([scale(runs_before="shift"), shift(runs_before="scale")], **FEW)
-    assert str(conflicts([])) == "no algorithms" and "they all commute" in str(conflicts([mixup(0.2)]))
+    assert "they all commute" in str(conflicts([mixup(0.2)]))

@@ -2,21 +2,16 @@
 
 import pytest
 import torch
-from hypothesis import find, given, settings, strategies as st
 
 from purecompose import compose, loop_events, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.schedule import Hparam, Product, Schedule, collect
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import acts_in_step
 from purecompose.testing.record import run
 from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.strategies import cases
-from purecompose.testing.subject import Subject
-from purecompose.testing.tasks import KINDS, TASKS
+from purecompose.testing.tasks import TASKS
 from purecompose.time.predicates import NEVER
 from tests.helpers import without
-from tests.sampling import one_in
 from tests.shipped_examples import examples
 
 
@@ -53,9 +48,10 @@ def test_a_row_is_complete(row):
 
 @pytest.mark.filterwarnings("ignore:gradient_accumulation. the run has ended within a group:UserWarning")
 @pytest.mark.parametrize(("row", "source"), examples())
-def test_examples_act_on_all_accepted_tasks(row, source):
+def test_examples_print_as_expressions_and_act_on_all_accepted_tasks(row, source):
     subject = Subject.of(source)
     assert subject.algorithm.predicate != NEVER
+    assert dict(Subject.of(repr(subject.algorithm)).algorithm.config) == dict(subject.algorithm.config)
     for name in row.accepted:
         case = Case(TASKS[name], start=3)
         ran = run(case.step(subject.algorithm), case.state(), case.batches(), subject.name)
@@ -80,36 +76,6 @@ def test_other_tasks_are_refused(row, name):
         with pytest.raises(error, match=message) as caught:
             loss_after_a_step(Subject.of(source).algorithm, Case(TASKS[name]))
         assert any(f"in {row.name} at" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.filterwarnings("ignore:gradient_accumulation. the run has ended within a group:UserWarning")
-@pytest.mark.parametrize("row", one_in(4, SHIPPED.values(), lambda row: row.name))
-@settings(max_examples=5)
-@given(data=st.data())
-def test_valid_settings_build_print_and_run(row, data):
-    task = TASKS[data.draw(st.sampled_from(row.accepted))]
-    assert task.kind in KINDS
-    algorithm = data.draw(row.algorithms())
-    assert repr(algorithm).startswith(f"{row.name}(")
-    if not collect(dict(algorithm.config), (Hparam, Product, Schedule)):  # pyright: ignore[reportArgumentType]
-        # An algorithm made only of literals prints as an expression that rebuilds it.
-        assert dict(Subject.of(repr(algorithm)).algorithm.config) == dict(algorithm.config)
-    # A single row that is cut to its first position may only have an ignored label, and then the mean is empty.
-    case = data.draw(cases([task], algorithm).filter(lambda case: case.batch_size > 1))
-    assert torch.isfinite(loss_after_a_step(algorithm, case))
-
-
-def test_edge_values_are_among_the_settings():
-    """They are found by search, so that a strategy that no longer draws them is noticed."""
-
-    def drawn(name, condition):
-        return find(SHIPPED[name].settings(), condition, settings=settings(max_examples=1000, database=None))
-
-    assert drawn("label_smoothing", lambda given: given.get("smoothing") == 1)
-    assert drawn("mixup", lambda given: given["alpha"] == 0)
-    assert drawn("mixup", lambda given: isinstance(given["alpha"], Product))
-    assert drawn("selective_backprop", lambda given: given.get("keep") == 1)
-    assert drawn("selective_backprop", lambda given: given.get("full_every") == 1)
 
 
 @pytest.mark.filterwarnings("ignore:.* which the program does not have")

@@ -13,8 +13,8 @@ from purecompose import Algorithm, Event, State, Step, compose, loop_events, los
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.base import matched
 from purecompose.testing import SHIPPED, TASKS, Status, Subject, Task, check
-from purecompose.testing.ranks import played
 from purecompose.testing.shipped import Row
+from purecompose.testing.worker import played
 
 
 def each_method(quick: str | None = None, *, without: tuple[str, ...] = ()) -> Any:

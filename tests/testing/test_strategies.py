@@ -9,12 +9,10 @@ from hypothesis import Phase, find, given, settings, strategies as st
 import purecompose as pc
 from purecompose import Event, after, algorithms as alg, between, compose, every, loop_events, on
 from purecompose.testing import strategies as strategy
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, Subject
 from purecompose.testing.record import run
 from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS, make_task
-from purecompose.time import RunLength, Timestamp
 from purecompose.time.predicates import epoch_ends
 
 
@@ -38,13 +36,6 @@ def sample(drawn: st.SearchStrategy[Any], count: int = 100) -> list[Any]:
 
 def idle(name, when) -> pc.Algorithm:
     return pc.Algorithm(name, when, lambda event, state: state)
-
-
-@given(strategy.timestamps())
-def test_counters_fit_each_other(point):
-    length = point.run.batches_per_epoch
-    assert point.batch_in_epoch <= point.batch and point.sample_in_epoch <= point.sample
-    assert length is None or (point.epoch, point.batch_in_epoch) == divmod(point.batch, length)
 
 
 @given(st.data(), strategy.tasks())
@@ -75,8 +66,6 @@ def test_drawn_algorithms_are_accepted_by_the_task():
 @pytest.mark.parametrize(
     ("drawn", "condition", "expected"),
     [
-        (strategy.timestamps(), None, Timestamp(run=RunLength("1ep"))),
-        (strategy.runs(), None, RunLength("1ep")),
         (strategy.tasks(), None, TASKS["vectors"]),
         (strategy.tasks(), lambda t: t.kind == "images" and "dict" in t.name, make_task("images", form="dict")),
         (strategy.algorithm_lists(), None, []),

@@ -16,10 +16,9 @@ from purecompose import random
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing import worker
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import LawViolation
 from purecompose.testing.strategies import cases
-from purecompose.testing.subject import Subject
 from purecompose.testing.suite.runs import evaluation_blind, pairs_undone, resume_exact
 from purecompose.testing.tasks import TASKS, Task, make_mlp
 from purecompose.testing.worker import RemoteError, Unportable, in_new_processes
@@ -179,7 +178,6 @@ _SCRIPT = """
 import os
 import purecompose.testing as testing
 from purecompose.testing.suite import resume_exact
-from purecompose.testing.worker import in_new_processes
 assert resume_exact("label_smoothing(0.1)", testing.Case(batches_per_epoch=3))
 print(*in_new_processes(os.getppid, [()]), flush=True)
 """

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from purecompose.core.loop import loop_events
 from purecompose.core.program import events_in
-from purecompose.testing.strategies import runs
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import Predicate, after, before, between, epoch_ends, every, on, through
@@ -25,6 +24,14 @@ EVENTS = (Event.INIT, Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.EVAL_STAR
 
 _SHORT = RunLength("1ep", batches_per_epoch=1)
 Meaning = Callable[[Event, Timestamp], bool]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunLength:
+    """Draw lengths of runs, with and without known epochs, which shrink to one epoch."""
+    unit = draw(st.sampled_from(["ep", "ba", "sp", "tok"]))
+    length = draw(st.integers(1, 60 if unit in ("sp", "tok") else 12))
+    return RunLength(f"{length}{unit}", draw(st.none() | st.integers(1, 5)))
 
 
 class Pair(NamedTuple):

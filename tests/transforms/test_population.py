@@ -26,7 +26,7 @@ from purecompose import (
 from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad
 from purecompose.observers import History, Progress
-from purecompose.testing.subject import Subject
+from purecompose.testing.case import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.population import Stacked
 from tests.helpers import (

@@ -13,10 +13,9 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.random import Rng, draws as sources, salt
-from purecompose.testing.case import Case, bystander
+from purecompose.testing.case import Case, Subject, bystander
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.record import LASTING, Act, Watched, after_batch, begun, changed_context, compare
-from purecompose.testing.subject import Subject
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 

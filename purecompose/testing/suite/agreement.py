@@ -23,12 +23,10 @@ from purecompose.core.context import SealedTimeError
 from purecompose.core.means import has_mean
 from purecompose.core.state import State
 from purecompose.testing.attempt import is_refusal
-from purecompose.testing.case import COMPANY, Case
+from purecompose.testing.case import COMPANY, Case, Subject
 from purecompose.testing.law import Broken, NotJudged, define_law, never_acts
-from purecompose.testing.ranks import played
 from purecompose.testing.record import LASTING, Watched, begun, closed, compare, opened, run
-from purecompose.testing.subject import Subject
-from purecompose.testing.worker import Unportable, in_process_group
+from purecompose.testing.worker import Unportable, in_process_group, played
 from purecompose.time.event import Event
 from purecompose.time.predicates import every, on
 from purecompose.transforms.compilation import compile as compile_step

@@ -16,7 +16,7 @@ from purecompose.core.program import StateFn, events_in
 from purecompose.core.scopes import Microbatches
 from purecompose.core.state import State
 from purecompose.errors import FormError
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import Broken, acts_in_step, define_law, never_acts
 from purecompose.testing.record import (
     FORMED,
@@ -34,7 +34,6 @@ from purecompose.testing.record import (
     run,
     snapshot,
 )
-from purecompose.testing.subject import Subject
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 

@@ -18,10 +18,9 @@ from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.testing.attempt import first_line, is_refusal
-from purecompose.testing.case import COMPANY, Case
+from purecompose.testing.case import COMPANY, Case, Subject
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.record import Watched, inserted
-from purecompose.testing.subject import Subject
 from purecompose.testing.suite.agreement import (
     at_best_precision,
     attempted,

@@ -13,7 +13,7 @@ from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.matching import Matcher
 from purecompose.core.state import State
 from purecompose.errors import GlobalDrawError, InPlaceError, MatchError, UnkeyedRandomError
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.process import elsewhere, process_restored, process_settings, seeded
 from purecompose.testing.record import (
@@ -28,11 +28,9 @@ from purecompose.testing.record import (
     compare,
     copied,
     ended,
-    intercepted,
     run,
     snapshot,
 )
-from purecompose.testing.subject import Subject
 from purecompose.time import Timestamp
 from purecompose.time.event import Event
 
@@ -122,7 +120,7 @@ def deterministic(subject: Subject, case: Case) -> bool:
         compare(once, act(state), ("at first", "once more"), fields=STEP_FIELDS, event=event)
         return once
 
-    step = case.step(intercepted(subject.algorithm, around))
+    step = case.step(Watched(subject.algorithm, around).algorithm)
     with elsewhere(0):
         first = run(step, case.state(), case.batches(), subject.name)
     other = case.step(subject.algorithm)

@@ -21,7 +21,7 @@ from purecompose.losses.metrics import mean_loss
 from purecompose.run.evaluation import Evaluator, evaluate, predict
 from purecompose.run.fit import fit
 from purecompose.run.saving.checkpoint import load, save
-from purecompose.testing.case import Case
+from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.process import elsewhere, ignoring_missing_terms, process_settings
 from purecompose.testing.record import (
@@ -35,7 +35,6 @@ from purecompose.testing.record import (
     copied,
     snapshot,
 )
-from purecompose.testing.subject import Subject
 from purecompose.testing.suite.contract import watching_others
 from purecompose.testing.worker import RemoteError, Unportable, in_new_processes
 from purecompose.time.event import Event

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, every, loop_events, on, optim, tree
 from purecompose.errors import TraceError
-from purecompose.testing.subject import Subject
+from purecompose.testing.case import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation import backends, inductor
 from purecompose.transforms.compilation.capture import fake_mode

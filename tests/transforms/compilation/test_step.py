@@ -16,7 +16,7 @@ from purecompose.core.program import events_in
 from purecompose.core.scopes import Grad
 from purecompose.schedule import cosine, hparam, linear
 from purecompose.testing import strategies
-from purecompose.testing.subject import Subject
+from purecompose.testing.case import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation import CompiledStep
 from tests.helpers import (
