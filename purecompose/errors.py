@@ -16,6 +16,10 @@ class MixedLossWarning(UserWarning):
     """Two algorithms each replace the loss, so that the second undoes the first."""
 
 
+class UnsupportedError(ValueError):
+    """Two features do not work together; the message says why, and what to do instead."""
+
+
 class MatchError(RuntimeError):
     """A `match` failed, or read something that is not known before the step.
 

@@ -67,7 +67,7 @@ def test_the_page_on_your_own_methods(own_method: tuple[dict[str, Any], str]) ->
     assert (
         "('selective_backprop', 'mixup', 'early_dropout')\n('selective_backprop', 'early_dropout', 'mixup')" in printed
     )
-    assert "late is a host algorithm" in printed
+    assert "late at Event.BEFORE_FORWARD: a Grad with a host algorithm in it" in printed
     assert names["lengths"] == [8] * 4 + [10] * 4 + [12] * 4 + [14] * 4
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from purecompose import losses, tree
 from purecompose._support.checks import shown
 from purecompose._support.functorch import is_transforming
+from purecompose.combinations import unsupported
 from purecompose.core.context import Context, Static
 from purecompose.core.loss import check_reads, scalars_of
 from purecompose.core.operation import Carry, Lowered, Node, Operation, Purpose, walk
@@ -68,11 +69,7 @@ class _Again:
         self, of: Sequence[Callable[..., Any]], params: dict[str, Tensor], sharing: Sharing
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
         if not self.has_loss:
-            raise RuntimeError(
-                "state.gradients(of=...): the program's last gradient is that of its own function, in which no other "
-                "loss can be put: its Grad needs the stage `loss`, or a Stage(..., sets_loss=True) that calls "
-                "state.context.loss"
-            )
+            raise unsupported("state.gradients(of=...)", "a loss in a stage of your own")
         found = []
         # The checks of a first run need a whole run for each loss, and a transform one graph for each.
         purpose = _purpose(sharing)

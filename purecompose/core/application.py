@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 from purecompose._support.functorch import is_fake
+from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.clock import Clock
 from purecompose.core.context import SealedTime, Static
@@ -55,11 +56,7 @@ def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, in
     """Call `apply` and return (state, exit code), checked; errors get a note with algorithm and event."""
     try:
         if algorithm.host and is_fake(state.key):
-            raise RuntimeError(
-                f"{algorithm.name}, a host algorithm, was traced with fake tensors: it acts in a part of the step that "
-                "is compiled. Let it act outside of Microbatches, if another algorithm computes the gradient again "
-                "with state.gradient; your own scope must set is_host in the operation that it lowers to"
-            )
+            raise unsupported("a host algorithm in Microbatches", "methods that compute the gradient again")
         return _checked_result(algorithm.apply(event, state), algorithm, event)
     except Exception as error:
         error.__dict__["algorithm"] = algorithm

@@ -7,6 +7,7 @@ from typing import Any
 from purecompose._support.checks import shown
 from purecompose._support.messages import warn
 from purecompose._support.references import check_hidden
+from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.layout import Cut, Layout
 from purecompose.core.loop import advance
@@ -76,10 +77,7 @@ def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
     """Raise a `ValueError` for a host algorithm at an event inside a `Grad`."""
     for algorithm in algorithms:
         if algorithm.host:
-            raise ValueError(
-                f"{algorithm.name} is a host algorithm and acts at {event}, inside a Grad: what runs there is "
-                "differentiated and compiled as a whole. Let it act before or after the gradient, or drop host=True"
-            )
+            raise unsupported("a Grad", "a host algorithm in it", f"{algorithm.name} at {event}")
 
 
 def check_layout(

@@ -86,10 +86,10 @@ class Contract:
             )
         self._editors.append((event, algorithm.name))
 
-    def refuse_observer(self, reason: str) -> None:
-        """Raise a `TypeError` if the run is observed."""
+    def refuse_observer(self, error: Exception) -> None:
+        """Raise an error if the run is observed."""
         if self._observe is not None:
-            raise TypeError(reason)
+            raise error
 
     def check(self, end: State) -> None:
         """Compare the end of the step with its start.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.messages import warn
+from purecompose.combinations import unsupported
 from purecompose.core.contract import Contract
 from purecompose.core.means import check_passes_agree, check_terms, denominators, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
@@ -50,11 +51,8 @@ class Stage:
         run = lift(self._run, place.pass_name(self.name), turn=place.turn(self.name), may_set_gradients=True)
         ops, own = [Lowered(run, sets_loss=self.sets_loss)], getattr(self.fn, "num_terms", None)
         if place.accumulates and own is not None:
-            raise ValueError(
-                f"the stage {self.name} reports num_terms, but methods that take means over batches, such as "
-                "gradient_accumulation, weight batches by the state's loss or by examples: leave them out and use "
-                "microbatches, or let the stages `forward` and `loss` compute the loss"
-            )
+            what = "a stage of your own with num_terms"
+            raise unsupported("methods that take means over batches", what, f"the stage {self.name}")
         if place.is_weighted and (self.sets_loss or own is not None):
             ops.append(Lowered(functools.partial(_count_terms, own or num_terms)))
         return ops

@@ -14,6 +14,7 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.functorch import is_fake, is_transforming
 from purecompose._support.shards import all_gather, all_reduce, reduce_scatter
+from purecompose.combinations import unsupported
 from purecompose.core.layout import Cut, Layout
 
 
@@ -152,10 +153,7 @@ class Ranks:
 
     def _check_plain(self, tensors: Sequence[Tensor]) -> None:
         if is_transforming() or any(tensor.requires_grad for tensor in tensors):
-            raise RuntimeError(
-                "a step of several processes can be neither differentiated nor mapped, since no gradient goes through "
-                "their messages; do that to the step itself, in one process"
-            )
+            raise unsupported("several processes", "derivatives through steps and maps over them")
 
     def _check_alike(self, tensors: Sequence[Tensor]) -> None:
         forms = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]

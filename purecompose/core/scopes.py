@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import losses
+from purecompose.combinations import unsupported
 from purecompose.core.again import repeatable
 from purecompose.core.gradient import Forward, differentiate
 from purecompose.core.layout import Cut
@@ -226,13 +227,10 @@ class Microbatches(Scope):
         is_whole = any(losses.couples_examples(stage.fn) for stage in stages)
         counts = [stage.denominators for stage in stages if stage.denominators is not None]
         if (is_whole or counts) and place.is_shared:
-            raise ValueError(
-                f"{self!r}: a stage in it has denominators, or is declared by losses.over_batch, and needs the whole "
-                "batch, which several processes share: leave out data_parallel; or let the stages `forward` and `loss` "
-                "run the network and a loss that declares it"
-            )
+            what = "a stage of your own with denominators or losses.over_batch"
+            raise unsupported("several processes", what, repr(self))
         if len(counts) > 1:
-            raise ValueError(f"{self!r}: only one stage in it may have denominators: put each in its own Microbatches")
+            raise unsupported("Microbatches", "several stages with denominators", repr(self))
         count = counts[0] if counts else None
         is_cut = not is_whole and (cut.may_slice or place.is_shared)
         inner = place._replace(is_shared=False, is_slice=True, is_weighted=place.is_weighted or is_cut)

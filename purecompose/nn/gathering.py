@@ -12,6 +12,7 @@ from purecompose._support.autograd import is_in_backward
 from purecompose._support.functorch import is_transforming, unwrapped
 from purecompose._support.scopes import NOTHING
 from purecompose._support.shards import check_alike, is_shard, local, may_be_shards, names_by_memory, whole
+from purecompose.combinations import unsupported
 
 
 class GatheredOnUse(TorchFunctionMode):
@@ -71,7 +72,8 @@ def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]
     """Return a scope for a forward pass outside of a step's gradient, in which divided parameters are gathered on use.
 
     Raises:
-        RuntimeError: A gradient or map would go through the messages. In the scope: processes read other parameters.
+        UnsupportedError: A gradient or map would go through the messages.
+        RuntimeError: In the scope: processes read other parameters.
     """
     if not may_be_shards():
         return NOTHING
@@ -82,11 +84,7 @@ def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]
     if active is not None and (torch.is_grad_enabled() or is_transforming()):
         return active.in_network()
     if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided.values()):
-        raise RuntimeError(
-            "each process holds only some rows of the parameters, and no gradient or map goes through the messages "
-            "that gather them: train by fully_sharded(step, mesh); for gradients of your own and for torch.func use "
-            "pc.whole(state)"
-        )
+        raise unsupported("several processes", "derivatives through steps and maps over them")
     return _compared(divided)
 
 

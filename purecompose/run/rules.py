@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_number, suggests_keywords
+from purecompose.combinations import unsupported
 from purecompose.core.state import State
 from purecompose.losses.metrics import is_lower_better
 from purecompose.time import Time, Timestamp, TimeUnit
@@ -154,7 +155,7 @@ def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
     if len(set(names)) < len(names):
         raise ValueError(f"stop: two stopping rules have the same name: {', '.join(names)}")
     if state.key.ndim > 1:
-        raise ValueError("stop: the members of a population would stop at different times: train them one by one")
+        raise unsupported("a population", "stopping rules", "stop")
     new = {s.name: _on(s.begin(state.timestamp), state) for s in stoppers if s.name not in state.slots}
     return state.replace(slots={**state.slots, **new}) if new else state
 

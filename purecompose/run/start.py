@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.messages import warn
+from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
@@ -122,7 +123,7 @@ def check_metrics(
     wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
     if checkpoints is not None and checkpoints.best is not None:
         if state.key.ndim > 1:
-            raise ValueError("checkpoints: best: a population has no single best; keep=... counts the newest")
+            raise unsupported("a population", "checkpoints chosen by a metric", "checkpoints: best")
         wanted["checkpoints: best"] = checkpoints.best
     own = {"train", *(algorithm.name for algorithm in step.algorithms)}
     for where, metric in wanted.items():

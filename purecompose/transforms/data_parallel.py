@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.shards import is_shard
+from purecompose.combinations import unsupported
 from purecompose.core.again import repeatable
 from purecompose.core.compose import Step
 from purecompose.core.means import denominators, part_of
@@ -135,10 +136,7 @@ class Shared(Scope):
         return f"Shared({', '.join(map(repr, self.body))}, size={1 if self.ranks is None else self.ranks.size})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise pickle.PicklingError(
-            "a data_parallel step cannot be pickled: it belongs to a process group. Pickle the step of one process, "
-            "and call data_parallel(step) in each process"
-        )
+        raise pickle.PicklingError(str(unsupported("several processes", "pickle")))
 
 
 def shared_program(
@@ -146,14 +144,10 @@ def shared_program(
 ) -> Program:
     """Return a program in which several processes share the batch of each `Microbatches`."""
     if any(isinstance(node, Shared) for node in program):
-        raise ValueError("data_parallel: the step's batch is divided among processes already")
+        raise unsupported("several processes", "several processes again", "data_parallel")
     divided = [node for node in program if isinstance(node, Microbatches)]
     if any(isinstance(node, Grad) for node in walk(node for node in program if node not in divided)):
-        raise ValueError(
-            "data_parallel: a Grad in the program is not inside of a Microbatches(...) at its top level, which is what "
-            "processes divide: each would compute it for the whole batch. Put Microbatches around it, and around "
-            "scopes of your own"
-        )
+        raise unsupported("several processes", "a Grad outside of Microbatches", "data_parallel")
     if not divided:
         raise ValueError("data_parallel: the program has no Microbatches(...), so there is nothing to divide")
     return tuple(
@@ -185,10 +179,7 @@ def _run_placed(shared: "_OnPart", on_whole: Operation, placing: Placing, carry:
         purpose: The purpose of the run.
     """
     if purpose.sharing == "own":
-        raise ValueError(
-            "fully_sharded: the gradient of one process's part, at parameters of its own, needs parameters that differ "
-            "between processes: use data_parallel"
-        )
+        raise unsupported("fully_sharded", "the gradient of one process's part")
     if placing.is_by_layer and purpose.sharing == "all":
         return shared(carry, purpose)
     if shared.compares(purpose):
@@ -216,10 +207,7 @@ def _on_whole_params(check: Check | None, placing: Placing | None) -> Check | No
 def _check_state(state: State, placing: Placing | None) -> None:
     """Raise a `ValueError` if the state is not divided among processes as the step expects, or synchronises itself."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in state.model.module.modules()):
-        raise ValueError(
-            "several processes: nn.SyncBatchNorm does not know how a batch's parts are weighted: keep nn.BatchNorm, "
-            "which has the statistics of the whole batch here"
-        )
+        raise unsupported("several processes", "nn.SyncBatchNorm")
     is_divided = any(map(is_shard, state.params.values()))
     if is_divided and placing is None:
         raise ValueError(
@@ -389,7 +377,7 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
     if not isinstance(step, Step):
         raise TypeError(f"data_parallel: expected a step made by compose, got {type(step).__name__}")
     if step.members != SINGLE:
-        raise ValueError(f"data_parallel: members of a population train in one process, got {step!r}")
+        raise unsupported("a population", "several processes", f"data_parallel({step!r})")
     return step.replace(program=shared_program(step.program, _ranks(mesh)))
 
 

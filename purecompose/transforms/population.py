@@ -16,6 +16,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.checks import check_whole
 from purecompose._support.shards import is_shard
+from purecompose.combinations import unsupported
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import SINGLE, Carry, Lowered, Members, Operation, Purpose, in_order
@@ -101,10 +102,7 @@ class Stacked(Members):
     def _together(self, operation: Operation) -> Operation:
         def run(carry: Carry, purpose: Purpose) -> Carry:
             if purpose.watch is not None:
-                purpose.watch.refuse_observer(
-                    "a population's algorithms run under vmap, where tensors have no values to observe: observe a "
-                    "member by the step that population was given, traced(step)(unstack_states(state)[0], batch)"
-                )
+                purpose.watch.refuse_observer(unsupported("a population", "an observer of single algorithms"))
             ends: list[Carry] = []
 
             def one(state: State) -> dict[str, Any]:
@@ -184,9 +182,9 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
     if not isinstance(step, Step):
         raise TypeError(f"population(step, n): expected a step made by compose, got {type(step).__name__}")
     if step.members != SINGLE:
-        raise ValueError(f"population(step, n): expected a step of single states, got {step!r}")
+        raise unsupported("a population", "another population", f"population({step!r}, {n})")
     if step.ranks is not None:
-        raise ValueError(f"population(step, n): members train in one process, got {step!r}")
+        raise unsupported("a population", "several processes", f"population({step!r}, {n})")
     check_whole(n, "population: n", 1)
     if chunk_size is not None:
         check_whole(chunk_size, "population: chunk_size", 1)
@@ -223,10 +221,7 @@ def stack_states(states: Sequence[State]) -> State:
     if not given:
         raise ValueError("stack_states: expected at least one state")
     if any(map(is_shard, tree.leaves(given))):
-        raise ValueError(
-            "stack_states: of a state each process holds only some rows, and members of a population train in one "
-            "process: pc.whole(state) puts it together"
-        )
+        raise unsupported("a population", "several processes", "stack_states")
     return _joined(given, "stack_states")
 
 
@@ -322,12 +317,8 @@ def _check_host(step: Step) -> None:
         for event in step.events:
             left = algorithm.predicate.at(event)
             if left != NEVER and event not in outermost:
-                raise ValueError(
-                    f"{algorithm.name} is a host algorithm and acts at {event}, inside a scope of the program, where "
-                    "all members of a population are computed as one: let it act outside, or drop host=True"
-                )
+                raise unsupported("a population", "a host algorithm inside of a scope", f"{algorithm.name} at {event}")
             if not left.is_timed:
-                raise ValueError(
-                    f"{algorithm.name} is a host algorithm whose match at {event} reads more than the time: members "
-                    "could differ in it, and a population has one schedule. Match by time, and decide in apply"
+                raise unsupported(
+                    "a population", "a host algorithm that matches by values", f"{algorithm.name} at {event}"
                 )

@@ -267,7 +267,7 @@ def test_the_caller_chooses_the_passes():
 
 def test_host_algorithms_are_refused_inside_a_gradient():
     host = Algorithm("host", on(Event.BEFORE_LOSS), lambda event, state: state, host=True)
-    with pytest.raises(ValueError, match="host is a host algorithm and acts at Event.BEFORE_LOSS, inside a Grad"):
+    with pytest.raises(ValueError, match="host at Event.BEFORE_LOSS: a Grad with a host algorithm in it"):
         compose(loop_events, [host])
     hidden = Algorithm("hidden", lambda event, state: event is Event.AFTER_FORWARD, host.apply, host=True)
     step = compose(loop_events, [hidden])  # a plain function has no known events until it is called

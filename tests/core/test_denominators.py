@@ -147,12 +147,3 @@ def test_two_scopes_have_their_own_denominators() -> None:
     step = compose(loop_events)
     once = step(state_of(SumOfMeans()), batch_of())
     assert_close(end.params, step(once, batch_of()).params, rtol=1e-9, atol=1e-12)
-
-
-def test_what_cannot_be_right_is_refused() -> None:
-    with pytest.raises(ValueError, match="only one stage in it may have denominators"):
-        compose((loop.Microbatches(loop.Grad(own_stage, own_stage), microbatches=2), loop.update, loop.advance))(
-            state_of(SumOfMeans()), batch_of()
-        )
-    with pytest.raises(ValueError, match="has denominators, or is declared by losses.over_batch"):
-        played(compose(program_of()), 2)(lambda step: step(state_of(SumOfMeans()), batch_of()))

@@ -136,14 +136,8 @@ def test_other_parameters_may_be_given_and_algorithms_inside_the_gradient_act() 
     step(step.init(state), (torch.ones(6, 4), torch.arange(6) % 3))
 
 
-def test_a_program_of_own_functions_is_refused() -> None:
-    def own_loss(state: State) -> State:
-        return state.replace(loss=both(state.forward(state.inputs, train=True), state.targets))
-
+def test_wrong_calls_are_refused() -> None:
     step, state = made(kind_loss)
-    own = step.replace(program=[pc.loop.Grad(own_loss), Event.AFTER_TRAIN_BATCH, pc.loop.update, pc.loop.advance])
-    with pytest.raises(RuntimeError, match="the program's last gradient is that of its own function"):
-        own(state, batches(1)[0])
     with pytest.raises(RuntimeError, match="works inside a step"):
         state.gradients(of=[kind_loss])
     step, state = made(3)

@@ -42,7 +42,7 @@ def finished(duration: str | None) -> Any:
 
 TWICE = [Evaluator(TWO), Evaluator(ONE), Evaluator(ONE, label="other")]
 LOSS = Evaluator(TWO, {"loss": pc.losses.cross_entropy})
-STACKED = "stop: the members of a population would stop at different times: train them one by one"
+STACKED = "stop: a population with stopping rules is not supported: its members would stop at different times"
 
 
 def evaluator(**settings: Any) -> Evaluator:

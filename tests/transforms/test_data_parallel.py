@@ -293,13 +293,8 @@ def test_a_mesh_of_one_dimension_is_accepted(alone: Any) -> None:
 def test_data_parallel_only_wraps_composed_steps(alone: Any) -> None:
     del alone
     assert repr(pc.data_parallel(pc.compile(compose(loop_events)))).startswith("compile(data_parallel(")
-    with pytest.raises(ValueError, match="one process, got population"):
+    with pytest.raises(ValueError, match=r"data_parallel\(population\(.*train in one process"):
         pc.data_parallel(pc.population(compose(loop_events), 2))
-    with pytest.raises(ValueError, match="divided among processes already"):
-        pc.data_parallel(pc.data_parallel(compose(loop_events)))
-    whole = compose([Grad(forward, loss), update, Event.BATCH_END])
-    with pytest.raises(ValueError, match="Put Microbatches around it"):
-        pc.data_parallel(whole)
     with pytest.raises(ValueError, match="nothing to divide"):
         pc.data_parallel(compose(pc.loop.eval_events))
 
@@ -339,7 +334,7 @@ def test_the_noise_scale_is_that_of_the_processes_parts(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
 def test_messages_are_refused_under_transforms(send: Any, transform: Any) -> None:
     ranks = Ranks("nowhere", 0, 2)
-    with pytest.raises(RuntimeError, match="neither differentiated nor mapped"):
+    with pytest.raises(ValueError, match="no gradient or map goes through"):
         transform(lambda x: send(ranks, [x.sum()])[0])(torch.ones(3))
 
 

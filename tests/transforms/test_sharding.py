@@ -77,11 +77,11 @@ WORDS = {
     "no mesh": "expected a DeviceMesh",
     "population": "train in one process",
     "gather": "expected 'step' or 'layer'",
-    "parts": "use gather='step'",
+    "parts": 'use gather="step"',
     "nothing sets": "nothing sets the values of scale",
     "values": "has values already",
     "placements": "Partial",
-    "in one process": "train by fully_sharded",
+    "in one process": "no gradient or map goes through the messages",
     "data_parallel": "fully_sharded(step, mesh) takes such a state",
     "played": "fully_sharded(step, mesh) takes such a state",
     "not divided": "call pc.shard",
@@ -89,7 +89,7 @@ WORDS = {
     "module": "pc.whole(state)",
     "mapped": "no gradient or map",
     "second order": "no gradient or map",
-    "gradients through it": "neither differentiated nor mapped",
+    "gradients through it": "no gradient or map",
 }
 
 
@@ -108,7 +108,7 @@ def test_shipped_methods_equal_one_process(text: str, size: int) -> None:
         _assert_near(shared, alone, text)
     for gather, found in zip(GATHERS, sharded, strict=True):
         if isinstance(found, str):
-            assert gather == "layer" and "use gather='step'" in found, (text, found)
+            assert gather == "layer" and 'use gather="step"' in found, (text, found)
         else:
             _assert_near(found, shared, f"{text}, gather={gather}")
 

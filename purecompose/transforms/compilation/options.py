@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from purecompose._support.checks import check_flag, check_whole, shown
+from purecompose.combinations import unsupported
 from purecompose.core.compose import Step
 from purecompose.core.program import events_in
 from purecompose.time.predicates import NEVER
@@ -41,25 +42,23 @@ class Options:
         return self
 
     def _check_replay(self, step: Step) -> None:
-        """Raise a `ValueError` for a step that a CUDA graph cannot repeat; see `replay.Replay`."""
+        """Raise an `UnsupportedError` for a step that a CUDA graph cannot repeat; see `replay.Replay`."""
         events = events_in(step.program)
         hosts = [
             one.name
             for one in step.algorithms
             if one.host and any(one.predicate.at(event) != NEVER for event in events)
         ]
-        reasons = {
-            "donate=False, with which new values are in other memory after each step": not self.donate,
-            f"dynamic={self.dynamic!r}, since its sizes are fixed": self.dynamic,
-            "microbatches, which are cut and averaged on the host": step.cut.may_slice,
-            "several processes, whose messages are not recorded": step.ranks is not None,
-            f"algorithms that run on the host between kernels ({', '.join(hosts)})": hosts,
+        given = {
+            "donate=False": not self.donate,
+            "dynamic": self.dynamic,
+            "microbatches": step.cut.may_slice,
+            "several processes": step.ranks is not None,
+            "host algorithms": hosts,
         }
-        found = next((reason for reason, is_given in reasons.items() if is_given), None)
-        if found is not None:
-            raise ValueError(
-                "compile: mode='reduce-overhead' records a step as a CUDA graph, which repeats the same kernels at the "
-                f"same addresses; it cannot be used with {found}. Leave the mode out"
+        if other := next((feature for feature, is_given in given.items() if is_given), None):
+            raise unsupported(
+                'compile(mode="reduce-overhead")', other, ", ".join(hosts) if other == "host algorithms" else ""
             )
 
     def announce(self, text: str) -> None:

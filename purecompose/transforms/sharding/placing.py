@@ -10,6 +10,7 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support import shards
 from purecompose._support.checks import shown
+from purecompose.combinations import unsupported
 from purecompose.core.state import State
 
 
@@ -48,7 +49,7 @@ def shard(state: State, mesh: Any) -> State:
     if any(map(shards.is_shard, tree.leaves(state))):
         raise ValueError("shard: the state is divided already; pc.whole(state) puts it together")
     if state.key.ndim != 1:
-        raise ValueError("shard: members of a population train in one process")
+        raise unsupported("a population", "several processes", "shard")
     shapes = {name: param.shape for name, param in state.params.items()}
     fields = {name: getattr(state, name) for name in ("params", "opt_state", "slots")}
     return state.replace(**_with_params_mapped(lambda tensor: placed_on(tensor, mesh), fields, shapes))

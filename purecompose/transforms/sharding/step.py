@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from purecompose._support.checks import shown
+from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.operation import SINGLE, walk
@@ -57,7 +58,7 @@ def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "ste
         raise TypeError(f"fully_sharded: expected a step made by compose, got {shown(step)}")
     check_mesh(mesh, "fully_sharded")
     if step.members != SINGLE:
-        raise ValueError(f"fully_sharded: members of a population train in one process, got {step!r}")
+        raise unsupported("a population", "several processes", f"fully_sharded({step!r})")
     if gather not in ("step", "layer"):
         raise ValueError(f"fully_sharded: gather={gather!r}: expected 'step' or 'layer'")
     if gather == "layer":
@@ -78,13 +79,8 @@ def check_needs_no_parts(step: Step) -> None:
     for algorithm in step.algorithms:
         for trait in (Trait.MEASURES_MICROBATCHES, Trait.CLIPS_EXAMPLES):
             if trait in algorithm.traits:
-                raise ValueError(
-                    f"fully_sharded: {algorithm.name} {trait.value.partition(':')[0]}, and with gather='layer' "
-                    "a process does not compute the gradient of its own part of the batch: use gather='step'"
-                )
+                what = "methods that read gradients of parts of the batch"
+                raise unsupported('fully_sharded(gather="layer")', what, algorithm.name)
     for node in step.program:
         if sum(isinstance(inner, Microbatches) for inner in walk([node])) > 1:
-            raise ValueError(
-                "fully_sharded: with gather='layer' each microbatch sends messages, so that all processes must cut "
-                "their parts alike: a Microbatches within another is not supported; use gather='step'"
-            )
+            raise unsupported('fully_sharded(gather="layer")', "a Microbatches within another")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import purecompose as pc
-from purecompose import Algorithm, Event, Step, compose, every, hparam, loop_events, on, optim
+from purecompose import Event, every, hparam, optim
 from purecompose.transforms.compilation.replay import Replay, check_on_device
 from tests.helpers import make_batch, make_batches, make_cnn, make_state, noise
 from tests.transforms.compilation.compile_helpers import (
@@ -219,35 +218,6 @@ def test_other_modes_and_devices_record_nothing(device: Device, monkeypatch: pyt
     step, fast = made(mode="reduce-overhead", backend="inductor")  # on the CPU
     assert_agree(step(make_state(), make_batch()), fast(make_state(), make_batch()))
     assert device.log == []
-
-
-def acting_on_host() -> Algorithm:
-    return Algorithm("weigher", on(Event.BATCH_END), lambda event, state: state, host=True)
-
-
-@pytest.mark.parametrize(
-    "what, step, options",
-    [
-        ("donate=False", lambda: compose(loop_events), {"donate": False}),
-        ("dynamic='all'", lambda: compose(loop_events), {"dynamic": "all"}),
-        ("microbatches", lambda: compose(loop_events, microbatches=2), {}),
-        ("microbatches", lambda: compose(loop_events, microbatch_size=4), {}),
-        (
-            r"algorithms that run on the host between kernels \(weigher\)",
-            lambda: compose(loop_events, [acting_on_host()]),
-            {},
-        ),
-    ],
-)
-def test_what_a_recording_cannot_repeat_is_refused(what: str, step: Any, options: Any) -> None:
-    with pytest.raises(ValueError, match=f"reduce-overhead.*cannot be used with {what}"):
-        pc.compile(step(), mode="reduce-overhead", **options)
-
-
-def test_a_step_of_several_processes_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "ranks", property(lambda step: object()))
-    with pytest.raises(ValueError, match="reduce-overhead.*cannot be used with several processes"):
-        pc.compile(compose(loop_events), mode="reduce-overhead")
 
 
 def test_a_new_set_of_buffers_is_not_replayed_at_old_addresses(replayed: Device) -> None:
