@@ -1,69 +1,17 @@
 """BlurPool: smooths before subsampling, so that a shifted image gives a shifted output."""
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 from torch import nn
 
 from purecompose import surgery
 from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import on_module, surgery_method
+from purecompose.algorithms._parts.surgery import surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import is_plain
 from purecompose.nn.layers.convolutions import BlurConv2d, BlurMaxPool2d
-from purecompose.schedule.declared import Within, checked
-
-
-MinChannels: TypeAlias = Annotated[int, Within(1)]
-
-
-@checked
-def blurpool_rules(
-    replace_convs: bool = True,
-    replace_maxpools: bool = True,
-    blur_first: bool = True,
-    *,
-    min_channels: MinChannels = 16,
-) -> surgery.Rules:
-    """Return the rules that replace strided convolutions and max poolings; for `purecompose.surgery`.
-
-    Args:
-        replace_convs, replace_maxpools, blur_first, min_channels: See `blurpool`.
-
-    Raises:
-        TypeError, ValueError: See `blurpool`.
-
-    Example:
-        >>> [kind.__name__ for kind, rule in blurpool_rules(replace_maxpools=False).items() if rule is not None]
-        ['Conv2d']
-    """
-    if not replace_convs and not replace_maxpools:
-        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
-
-    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
-        del site
-        if module.in_channels < min_channels or not _is_strided(module):
-            return None
-        return BlurConv2d(module, blur_first) if blur_first or is_plain(module, nn.Conv2d) else None
-
-    def maxpool(module: nn.MaxPool2d, site: surgery.Site) -> nn.Module | None:
-        del site
-        if module.return_indices or not _is_strided(module) or not is_plain(module, nn.MaxPool2d):
-            return None
-        return BlurMaxPool2d.of(module)
-
-    rules: dict[type[nn.Module], surgery.Rule | None] = {BlurConv2d: None, BlurMaxPool2d: None}
-    if replace_convs:
-        rules[nn.Conv2d] = conv
-    if replace_maxpools:
-        rules[nn.MaxPool2d] = maxpool
-    return rules
-
-
-apply_blurpool = on_module("blurpool", blurpool_rules)
-"""`apply_blurpool(net, **settings)` returns a copy of a network with smoothing before convolutions and poolings that
-skip places; the settings are those of `blurpool_rules`.
-"""
+from purecompose.schedule.declared import Within
 
 
 @factory
@@ -72,7 +20,7 @@ def blurpool(
     replace_maxpools: bool = True,
     blur_first: bool = True,
     *,
-    min_channels: MinChannels = 16,
+    min_channels: Annotated[int, Within(1)] = 16,
     where: Where = None,
     name: str = "blurpool",
 ) -> Algorithm:
@@ -116,7 +64,26 @@ def blurpool(
     References:
         Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
     """
-    rules = blurpool_rules(replace_convs, replace_maxpools, blur_first, min_channels=min_channels)
+    if not replace_convs and not replace_maxpools:
+        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        if module.in_channels < min_channels or not _is_strided(module):
+            return None
+        return BlurConv2d(module, blur_first) if blur_first or is_plain(module, nn.Conv2d) else None
+
+    def maxpool(module: nn.MaxPool2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        if module.return_indices or not _is_strided(module) or not is_plain(module, nn.MaxPool2d):
+            return None
+        return BlurMaxPool2d.of(module)
+
+    rules: dict[type[nn.Module], surgery.Rule | None] = {BlurConv2d: None, BlurMaxPool2d: None}
+    if replace_convs:
+        rules[nn.Conv2d] = conv
+    if replace_maxpools:
+        rules[nn.MaxPool2d] = maxpool
     return surgery_method(name, rules, where)
 
 

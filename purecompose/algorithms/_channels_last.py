@@ -1,10 +1,9 @@
 """Channels last: stores images and filters position by position, with all channels of a position side by side."""
 
-import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from purecompose import tree
 from purecompose.algorithms._parts.surgery import warn_of_nothing
@@ -31,25 +30,6 @@ def to_channels_last(tensors: Any) -> Any:
         (60, 1, 15, 3)
     """
     return tree.map(_moved, tensors)
-
-
-@checked
-def apply_channels_last(net: nn.Module) -> nn.Module:
-    """Return a copy of a network whose four-dimensional tensors are stored with channels last.
-
-    The network itself is not modified; the copy is in the same mode (train or eval).
-
-    Args:
-        net: Any network.
-
-    Example:
-        >>> apply_channels_last(nn.Conv2d(3, 8, 2)).weight.stride()
-        (12, 1, 6, 3)
-    """
-    new = copy.deepcopy(net)
-    for tensor in (*new.parameters(), *new.buffers()):
-        tensor.data = to_channels_last(tensor.data)
-    return new
 
 
 @factory

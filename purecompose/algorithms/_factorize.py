@@ -7,63 +7,15 @@ from torch import nn
 
 from purecompose import surgery
 from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import on_module, surgery_method
+from purecompose.algorithms._parts.surgery import surgery_method
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.nn.layers._forms import check_latent, is_plain, is_tied, latent_size
 from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
-from purecompose.schedule.declared import Within, checked
+from purecompose.schedule.declared import Within
 
 
 Least: TypeAlias = Annotated[int, Within(1)]
 Latent: TypeAlias = Annotated[float, check_latent]
-
-
-@checked
-def factorize_rules(
-    factorize_convs: bool = True,
-    factorize_linears: bool = True,
-    min_channels: Least = 256,
-    latent_channels: Latent = 0.25,
-    min_features: Least = 256,
-    latent_features: Latent = 128,
-) -> surgery.Rules:
-    """Return the rules that replace wide layers; for `purecompose.surgery`.
-
-    Args:
-        factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features: See
-            `factorize`. If both flags are False, the rules replace nothing.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(8, 16))
-        >>> rules = factorize_rules(min_features=8, latent_features=0.25)
-        >>> rules[nn.Linear](net[0], surgery.Site("0", 0, net, net)).latent_features
-        2
-    """
-
-    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
-        smaller = min(module.in_channels, module.out_channels)
-        latent = latent_size(latent_channels, smaller)
-        is_wanted = _is_itself(module, nn.Conv2d) and module.groups == 1 and smaller >= min_channels
-        return FactorizedConv2d(module, latent) if is_wanted and _is_worth_it(module, latent, site) else None
-
-    def linear(module: nn.Linear, site: surgery.Site) -> nn.Module | None:
-        smaller = min(module.in_features, module.out_features)
-        latent = latent_size(latent_features, smaller)
-        is_wanted = _is_itself(module, nn.Linear) and smaller >= min_features
-        return FactorizedLinear(module, latent) if is_wanted and _is_worth_it(module, latent, site) else None
-
-    rules: dict[type[nn.Module], surgery.Rule | None] = {}
-    if factorize_convs:
-        rules[nn.Conv2d] = conv
-    if factorize_linears:
-        rules[nn.Linear] = linear
-    return {**rules, FactorizedConv2d: None, FactorizedLinear: None}
-
-
-apply_factorize = on_module("factorize", factorize_rules)
-"""`apply_factorize(net, **settings)` returns a copy of a network with wide layers as products of two thinner ones; the
-settings are those of `factorize_rules`.
-"""
 
 
 @factory
@@ -118,9 +70,24 @@ def factorize(
         Xiangyu Zhang, Jianhua Zou, Kaiming He, Jian Sun: Accelerating Very Deep Convolutional Networks for
         Classification and Detection. TPAMI 2016. https://arxiv.org/abs/1505.06798
     """
-    rules = factorize_rules(
-        factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features
-    )
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        smaller = min(module.in_channels, module.out_channels)
+        latent = latent_size(latent_channels, smaller)
+        is_wanted = _is_itself(module, nn.Conv2d) and module.groups == 1 and smaller >= min_channels
+        return FactorizedConv2d(module, latent) if is_wanted and _is_worth_it(module, latent, site) else None
+
+    def linear(module: nn.Linear, site: surgery.Site) -> nn.Module | None:
+        smaller = min(module.in_features, module.out_features)
+        latent = latent_size(latent_features, smaller)
+        is_wanted = _is_itself(module, nn.Linear) and smaller >= min_features
+        return FactorizedLinear(module, latent) if is_wanted and _is_worth_it(module, latent, site) else None
+
+    rules: dict[type[nn.Module], surgery.Rule | None] = {FactorizedConv2d: None, FactorizedLinear: None}
+    if factorize_convs:
+        rules[nn.Conv2d] = conv
+    if factorize_linears:
+        rules[nn.Linear] = linear
     is_neutral = not factorize_convs and not factorize_linears
     traits = frozenset({Trait.REQUIRED_ON_LOAD})
     method = surgery_method(name, rules, where, is_neutral=is_neutral, traits=traits)

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from purecompose import surgery
 from purecompose._support.checks import shown
 from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import changed, on_drawn_module, stand_in, surgery_method
+from purecompose.algorithms._parts.surgery import changed, stand_in, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import is_plain, is_tied
 from purecompose.nn.layers.transformer import FeedForward, GatedLinearUnit
-from purecompose.schedule.declared import checked
 
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
@@ -37,85 +36,9 @@ def _checked_act(act_fn: Any, where: str) -> Any:
     return act_fn
 
 
-Activation: TypeAlias = Annotated[str | Callable[[Tensor], Tensor] | None, _checked_act]
-
-
-@checked
-def gated_linear_units_rules(
-    act_fn: Activation = None, gated_layer_bias: bool = False, non_gated_layer_bias: bool = False
-) -> surgery.Rules:
-    """Return the rules of the surgery.
-
-    Args:
-        act_fn, gated_layer_bias, non_gated_layer_bias: As for `gated_linear_units`.
-
-    Raises:
-        TypeError, ValueError: A setting of the wrong type or an unknown name. When the rules are applied: a block
-            without an activation.
-
-    Example:
-        >>> from purecompose import random
-        >>> from purecompose.nn.model import from_module
-        >>> model, params, buffers, _ = from_module(FeedForward(4, 6))
-        >>> rules = gated_linear_units_rules("silu")
-        >>> sorted(surgery.replace(model, rules, params, buffers, key=random.key(0)).params)
-        ['down.bias', 'down.weight', 'up.gate.weight', 'up.linear.weight']
-    """
-
-    # Maps a first layer to its replacement, which is shared by all blocks that share the layer.
-    made: WeakKeyDictionary[nn.Module, GatedLinearUnit] = WeakKeyDictionary()
-
-    def unit(layer: nn.Linear, own_act: Any, site: surgery.Site) -> nn.Module:
-        chosen: Any = ACTIVATIONS[act_fn]() if isinstance(act_fn, str) else copy.deepcopy(act_fn)
-        act: Callable[[Tensor], Tensor] = own_act if chosen is None else chosen
-        if not callable(act):
-            raise ValueError(
-                f"gated_linear_units: {site.name}: expected an activation, got {shown(act)}; name one by act_fn='gelu'"
-            )
-        # The weight of transformers' Conv1D is transposed.
-        width, features = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.mT.shape
-        new = GatedLinearUnit(features, width, act, gate_bias=gated_layer_bias, linear_bias=non_gated_layer_bias)
-        first = made.setdefault(layer, new)
-        new.gate, new.linear = first.gate, first.linear
-        for part in (new.gate, new.linear):
-            part.requires_grad_(layer.weight.requires_grad)
-        return new
-
-    def feed_forward(module: FeedForward, site: surgery.Site) -> nn.Module | None:
-        if not _computes_as(module, FeedForward) or not _is_free(module.up, nn.Linear, site):
-            return None
-        return changed(module, up=unit(module.up, module.act, site), act=nn.Identity())
-
-    def intermediate(module: Any, site: surgery.Site) -> nn.Module | None:
-        kind = _class_of(module, "BertIntermediate", "RobertaIntermediate")
-        if not is_plain(module, kind) or not _is_free(module.dense, nn.Linear, site):
-            return None
-        return unit(module.dense, module.intermediate_act_fn, site)
-
-    def gpt2(module: Any, site: surgery.Site) -> nn.Module | None:
-        kinds = _class_of(module, "GPT2MLP"), _class_of(module.c_fc, "Conv1D")
-        if not _computes_as(module, kinds[0]) or not _is_free(module.c_fc, kinds[1], site):
-            return None
-        return changed(module, c_fc=unit(module.c_fc, module.act, site), act=nn.Identity())
-
-    return {
-        GatedLinearUnit: None,
-        FeedForward: feed_forward,
-        stand_in(_BERT, "BertIntermediate"): intermediate,
-        stand_in(_ROBERTA, "RobertaIntermediate"): intermediate,
-        stand_in(_GPT2, "GPT2MLP"): gpt2,
-    }
-
-
-apply_gated_linear_units = on_drawn_module("gated_linear_units", gated_linear_units_rules)
-"""`apply_gated_linear_units(key, net, **settings)` returns a copy of a network with gated feed-forward blocks; the
-settings are those of `gated_linear_units_rules`.
-"""
-
-
 @factory
 def gated_linear_units(
-    act_fn: Activation = None,
+    act_fn: Annotated[str | Callable[[Tensor], Tensor] | None, _checked_act] = None,
     gated_layer_bias: bool = False,
     non_gated_layer_bias: bool = False,
     *,
@@ -161,7 +84,49 @@ def gated_linear_units(
         Yann N. Dauphin, Angela Fan, Michael Auli, David Grangier: Language Modeling with Gated Convolutional Networks.
         2016. https://arxiv.org/abs/1612.08083
     """
-    rules = gated_linear_units_rules(act_fn, gated_layer_bias, non_gated_layer_bias)
+    # Maps a first layer to its replacement, which is shared by all blocks that share the layer.
+    made: WeakKeyDictionary[nn.Module, GatedLinearUnit] = WeakKeyDictionary()
+
+    def unit(layer: nn.Linear, own_act: Any, site: surgery.Site) -> nn.Module:
+        chosen: Any = ACTIVATIONS[act_fn]() if isinstance(act_fn, str) else copy.deepcopy(act_fn)
+        act: Callable[[Tensor], Tensor] = own_act if chosen is None else chosen
+        if not callable(act):
+            raise ValueError(
+                f"gated_linear_units: {site.name}: expected an activation, got {shown(act)}; name one by act_fn='gelu'"
+            )
+        # The weight of transformers' Conv1D is transposed.
+        width, features = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.mT.shape
+        new = GatedLinearUnit(features, width, act, gate_bias=gated_layer_bias, linear_bias=non_gated_layer_bias)
+        first = made.setdefault(layer, new)
+        new.gate, new.linear = first.gate, first.linear
+        for part in (new.gate, new.linear):
+            part.requires_grad_(layer.weight.requires_grad)
+        return new
+
+    def feed_forward(module: FeedForward, site: surgery.Site) -> nn.Module | None:
+        if not _computes_as(module, FeedForward) or not _is_free(module.up, nn.Linear, site):
+            return None
+        return changed(module, up=unit(module.up, module.act, site), act=nn.Identity())
+
+    def intermediate(module: Any, site: surgery.Site) -> nn.Module | None:
+        kind = _class_of(module, "BertIntermediate", "RobertaIntermediate")
+        if not is_plain(module, kind) or not _is_free(module.dense, nn.Linear, site):
+            return None
+        return unit(module.dense, module.intermediate_act_fn, site)
+
+    def gpt2(module: Any, site: surgery.Site) -> nn.Module | None:
+        kinds = _class_of(module, "GPT2MLP"), _class_of(module.c_fc, "Conv1D")
+        if not _computes_as(module, kinds[0]) or not _is_free(module.c_fc, kinds[1], site):
+            return None
+        return changed(module, c_fc=unit(module.c_fc, module.act, site), act=nn.Identity())
+
+    rules = {
+        GatedLinearUnit: None,
+        FeedForward: feed_forward,
+        stand_in(_BERT, "BertIntermediate"): intermediate,
+        stand_in(_ROBERTA, "RobertaIntermediate"): intermediate,
+        stand_in(_GPT2, "GPT2MLP"): gpt2,
+    }
     method = surgery_method(name, rules, where)
     if not isinstance(act_fn, nn.Module):
         return method

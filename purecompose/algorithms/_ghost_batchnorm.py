@@ -1,53 +1,21 @@
 """Ghost batch normalisation: normalises each part of a batch by its own statistics."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import surgery
 from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import on_module, surgery_method
+from purecompose.algorithms._parts.surgery import surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers.norms import GhostBatchNorm, check_momentum, is_known
-from purecompose.schedule.declared import Within, checked
-
-
-GhostBatchSize: TypeAlias = Annotated[int, Within(1)]
-
-
-@checked
-def ghost_batchnorm_rules(ghost_batch_size: GhostBatchSize = 32) -> surgery.Rules:
-    """Return the rules that replace batch normalisation; for `purecompose.surgery`.
-
-    Args:
-        ghost_batch_size: See `ghost_batchnorm`.
-
-    Example:
-        >>> net = nn.Sequential(nn.BatchNorm2d(8))
-        >>> ghost_batchnorm_rules(16)[nn.BatchNorm2d](net[0], surgery.Site("0", 0, net, net)).ghost_batch_size
-        16
-    """
-
-    def norm(module: _BatchNorm, site: surgery.Site) -> nn.Module | None:
-        if not is_known(module):
-            return None
-        # GhostBatchNorm checks this too, but its message cannot name the layer.
-        check_momentum(module, f"ghost_batchnorm: {site.name or 'the network'}")
-        return GhostBatchNorm(module, ghost_batch_size)
-
-    return {nn.BatchNorm1d: norm, nn.BatchNorm2d: norm, nn.BatchNorm3d: norm, GhostBatchNorm: None}
-
-
-apply_ghost_batchnorm = on_module("ghost_batchnorm", ghost_batchnorm_rules)
-"""`apply_ghost_batchnorm(net, **settings)` returns a copy of a network with batch norms that normalise parts of a
-batch; the settings are those of `ghost_batchnorm_rules`.
-"""
+from purecompose.schedule.declared import Within
 
 
 @factory
 def ghost_batchnorm(
-    ghost_batch_size: GhostBatchSize = 32, *, where: Where = None, name: str = "ghost_batchnorm"
+    ghost_batch_size: Annotated[int, Within(1)] = 32, *, where: Where = None, name: str = "ghost_batchnorm"
 ) -> Algorithm:
     """Normalise each part of a batch separately.
 
@@ -88,4 +56,13 @@ def ghost_batchnorm(
         Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020.
         https://arxiv.org/abs/2007.08554
     """
-    return surgery_method(name, ghost_batchnorm_rules(ghost_batch_size), where)
+
+    def norm(module: _BatchNorm, site: surgery.Site) -> nn.Module | None:
+        if not is_known(module):
+            return None
+        # GhostBatchNorm checks this too, but its message cannot name the layer.
+        check_momentum(module, f"ghost_batchnorm: {site.name or 'the network'}")
+        return GhostBatchNorm(module, ghost_batch_size)
+
+    rules = {nn.BatchNorm1d: norm, nn.BatchNorm2d: norm, nn.BatchNorm3d: norm, GhostBatchNorm: None}
+    return surgery_method(name, rules, where)

@@ -5,36 +5,12 @@ from torch import nn
 from purecompose import surgery
 from purecompose._support.device import AUTOCAST
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.surgery import on_module
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.layers._forms import is_plain
 from purecompose.nn.layers.norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
-
-
-def low_precision_layernorm_rules() -> surgery.Rules:
-    """Return the rules that replace layer norms; for `purecompose.surgery`.
-
-    The new layers use the dtype of autocast when it is active.
-
-    Example:
-        >>> type(low_precision_layernorm_rules()[nn.LayerNorm](nn.LayerNorm(4), None)).__name__
-        'LowPrecisionLayerNorm'
-    """
-
-    def norm(module: nn.LayerNorm, site: surgery.Site) -> nn.Module | None:
-        del site
-        return LowPrecisionLayerNorm.of(module) if is_plain(module, nn.LayerNorm) else None
-
-    return {nn.LayerNorm: norm, LowPrecisionLayerNorm: None}
-
-
-apply_low_precision_layernorm = on_module("low_precision_layernorm", low_precision_layernorm_rules)
-"""`apply_low_precision_layernorm(net, **settings)` returns a copy of a network with layer norms in half precision; the
-settings are those of `low_precision_layernorm_rules`.
-"""
 
 
 @factory
@@ -63,30 +39,12 @@ def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorit
     References:
         Jimmy Lei Ba, Jamie Ryan Kiros, Geoffrey E. Hinton: Layer Normalization. 2016. https://arxiv.org/abs/1607.06450
     """
-    return _half_precision_method(name, low_precision_layernorm_rules())
 
-
-def low_precision_groupnorm_rules() -> surgery.Rules:
-    """Return the rules that replace group norms; for `purecompose.surgery`.
-
-    The new layers use the dtype of autocast when it is active.
-
-    Example:
-        >>> type(low_precision_groupnorm_rules()[nn.GroupNorm](nn.GroupNorm(2, 4), None)).__name__
-        'LowPrecisionGroupNorm'
-    """
-
-    def norm(module: nn.GroupNorm, site: surgery.Site) -> nn.Module | None:
+    def norm(module: nn.LayerNorm, site: surgery.Site) -> nn.Module | None:
         del site
-        return LowPrecisionGroupNorm.of(module) if is_plain(module, nn.GroupNorm) else None
+        return LowPrecisionLayerNorm.of(module) if is_plain(module, nn.LayerNorm) else None
 
-    return {nn.GroupNorm: norm, LowPrecisionGroupNorm: None}
-
-
-apply_low_precision_groupnorm = on_module("low_precision_groupnorm", low_precision_groupnorm_rules)
-"""`apply_low_precision_groupnorm(net, **settings)` returns a copy of a network with group norms in half precision; the
-settings are those of `low_precision_groupnorm_rules`.
-"""
+    return _half_precision_method(name, {nn.LayerNorm: norm, LowPrecisionLayerNorm: None})
 
 
 @factory
@@ -115,7 +73,12 @@ def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorit
     References:
         Yuxin Wu, Kaiming He: Group Normalization. ECCV 2018. https://arxiv.org/abs/1803.08494
     """
-    return _half_precision_method(name, low_precision_groupnorm_rules())
+
+    def norm(module: nn.GroupNorm, site: surgery.Site) -> nn.Module | None:
+        del site
+        return LowPrecisionGroupNorm.of(module) if is_plain(module, nn.GroupNorm) else None
+
+    return _half_precision_method(name, {nn.GroupNorm: norm, LowPrecisionGroupNorm: None})
 
 
 @factory

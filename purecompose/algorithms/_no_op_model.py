@@ -15,7 +15,6 @@ from purecompose.losses import CrossEntropy, ModelLoss
 from purecompose.losses.targets import wide_dtype
 from purecompose.losses.terms import ignore_index_of
 from purecompose.nn.layers.no_op import NoOpModel
-from purecompose.schedule.declared import checked
 from purecompose.surgery.operation import without_groups
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
@@ -54,25 +53,6 @@ class NoOpLoss:
         return targets != self.ignore_index
 
 
-@checked
-def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
-    """Return the rule that replaces a whole network; for `purecompose.surgery`.
-
-    Args:
-        has_classes: See `NoOpModel`.
-
-    Example:
-        >>> no_op_model_rules()[nn.Module](nn.Linear(2, 2), surgery.Site("", 0, None, nn.Linear(2, 2)))
-        NoOpModel()
-    """
-
-    def whole(module: nn.Module, site: surgery.Site) -> nn.Module | None:
-        del module
-        return NoOpModel(has_classes) if site.parent is None else None
-
-    return {nn.Module: whole, NoOpModel: None}
-
-
 @factory
 def no_op_model(*, name: str = "no_op_model") -> Algorithm:
     """Replace the network by a number.
@@ -106,7 +86,12 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
         state = state.replace(optimizer=without_groups(state.optimizer))
         given = state.context.loss
         has_classes = isinstance(given, CrossEntropy) or given is F.cross_entropy
-        changed, _ = surgery.operate(state, no_op_model_rules(has_classes), name=name)
+
+        def whole(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+            del module
+            return NoOpModel(has_classes) if site.parent is None else None
+
+        changed, _ = surgery.operate(state, {nn.Module: whole}, name=name)
         key = _target_field(state)
         loss = NoOpLoss(ignore_index_of(given))
         names = {*changed.context.loss_param_names, *changed.context.loss_buffer_names}

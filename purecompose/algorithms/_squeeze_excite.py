@@ -1,52 +1,22 @@
 """Squeeze-and-excitation: scales a convolution's channels by weights computed from the averages of all channels."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 from torch import nn
 
 from purecompose import surgery
 from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import on_drawn_module, surgery_method
+from purecompose.algorithms._parts.surgery import surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import check_latent
 from purecompose.nn.layers.convolutions import SqueezeExciteConv2d
-from purecompose.schedule.declared import Within, checked
-
-
-LatentChannels: TypeAlias = Annotated[float, check_latent]
-MinChannels: TypeAlias = Annotated[int, Within(1)]
-
-
-@checked
-def squeeze_excite_rules(latent_channels: LatentChannels = 64, min_channels: MinChannels = 128) -> surgery.Rules:
-    """Return the rules that replace wide convolutions; for `purecompose.surgery`.
-
-    Args:
-        latent_channels, min_channels: See `squeeze_excite`.
-
-    Example:
-        >>> squeeze_excite_rules(0.125)[nn.Conv2d](nn.Conv2d(128, 128, 3), None).se.squeeze
-        Linear(in_features=128, out_features=16, bias=False)
-    """
-
-    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
-        del site
-        is_wide = min(module.in_channels, module.out_channels) >= min_channels
-        return SqueezeExciteConv2d(module, latent_channels) if is_wide else None
-
-    return {nn.Conv2d: conv, SqueezeExciteConv2d: None}
-
-
-apply_squeeze_excite = on_drawn_module("squeeze_excite", squeeze_excite_rules)
-"""`apply_squeeze_excite(key, net, **settings)` returns a copy of a network with squeeze-and-excitation after
-convolutions; the settings are those of `squeeze_excite_rules`.
-"""
+from purecompose.schedule.declared import Within
 
 
 @factory
 def squeeze_excite(
-    latent_channels: LatentChannels = 64,
-    min_channels: MinChannels = 128,
+    latent_channels: Annotated[float, check_latent] = 64,
+    min_channels: Annotated[int, Within(1)] = 128,
     *,
     where: Where = None,
     name: str = "squeeze_excite",
@@ -80,4 +50,10 @@ def squeeze_excite(
         Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
         https://arxiv.org/abs/1709.01507
     """
-    return surgery_method(name, squeeze_excite_rules(latent_channels, min_channels), where)
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        is_wide = min(module.in_channels, module.out_channels) >= min_channels
+        return SqueezeExciteConv2d(module, latent_channels) if is_wide else None
+
+    return surgery_method(name, {nn.Conv2d: conv, SqueezeExciteConv2d: None}, where)

@@ -1,7 +1,6 @@
 """Stochastic depth: skips branches of residual blocks at random, so that many shallower networks are trained."""
 
-import copy
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.layers.stochastic_depth import DropPath, StochasticDepth, drop_paths, residuals
 from purecompose.schedule import Scalar, Schedule, collect, linear
-from purecompose.schedule.declared import Within, checked
+from purecompose.schedule.declared import Within
 from purecompose.time import Time, TimeLike, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -22,104 +21,12 @@ from purecompose.time.units import named_point
 
 Method = Literal["block", "sample"]
 Distribution = Literal["uniform", "linear"]
-RATE = Within(0, 1, hint="it is how often a branch is left out")
-
-
-@checked
-def stochastic_depth_rates(
-    num_blocks: Annotated[int, Within(0)],
-    drop_rate: Annotated[float | Tensor, RATE] = 0.2,
-    drop_distribution: Distribution = "linear",
-) -> list[Any]:
-    """Return the drop rate of each block.
-
-    Args:
-        num_blocks: The number of blocks L.
-        drop_rate: The rate p in [0, 1], a number or a 0-d tensor, whose value is not checked.
-        drop_distribution: See `stochastic_depth`.
-
-    Example:
-        >>> stochastic_depth_rates(4, 0.5)
-        [0.125, 0.25, 0.375, 0.5]
-    """
-    if drop_distribution == "uniform":
-        return [drop_rate] * num_blocks
-    return [drop_rate * ((place + 1) / num_blocks) for place in range(num_blocks)]
-
-
-@checked
-def stochastic_depth_rules(
-    module: nn.Module,
-    stochastic_method: Method = "block",
-    drop_rate: Annotated[float, RATE] = 0.2,
-    drop_distribution: Distribution = "linear",
-) -> surgery.Rules:
-    """Return the rules that replace each residual block of a network by `purecompose.nn.layers.StochasticDepth`.
-
-    Args:
-        module: The network; only its names and structure are read.
-        stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
-
-    Example:
-        >>> from purecompose.nn import models
-        >>> [kind.__name__ for kind in stochastic_depth_rules(models.resnet8(1, 10, width=4))]
-        ['Module', 'StochasticDepth', 'DropPath']
-    """
-    names = _blocks(module)
-    rates = dict(zip(names, stochastic_depth_rates(len(names), drop_rate, drop_distribution), strict=True))
-
-    def block(module: nn.Module, site: surgery.Site) -> nn.Module | None:
-        if site.name not in rates:
-            return None
-        if residuals(module):
-            return StochasticDepth(module, stochastic_method, rates[site.name])
-        rate = rates[site.name]
-        return changed(module, None, **{name: DropPath(stochastic_method, rate) for name in drop_paths(module)})
-
-    return {nn.Module: block, StochasticDepth: None, DropPath: None}
-
-
-@checked
-def apply_stochastic_depth(
-    net: nn.Module,
-    stochastic_method: Method = "block",
-    drop_rate: Annotated[float, RATE] = 0.2,
-    drop_distribution: Distribution = "linear",
-) -> nn.Module:
-    """Return a copy of a network whose residual blocks skip their branches at random; the network is not modified.
-
-    The copy has separate weights, and is in the same mode (train or eval) as the network. Skipped branches are drawn
-    from torch's global generator. Create the optimizer from the copy. Parts without trainable parameters are not
-    changed, unless no part has any.
-
-    Args:
-        net: The network.
-        stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
-
-    Warns:
-        UserWarning: The network has no supported residual block.
-
-    Example:
-        >>> from purecompose.nn.models import resnet8
-        >>> net = apply_stochastic_depth(resnet8(3, 10), drop_rate=0.2)
-        >>> sum(type(module).__name__ == "StochasticDepth" for module in net.modules())
-        3
-    """
-    rules = stochastic_depth_rules(net, stochastic_method, drop_rate, drop_distribution)
-    _check_blocks(net, "apply_stochastic_depth", stochastic_method)
-    if not _blocks(net):
-        return copy.deepcopy(net)
-    changed_net = surgery.operate(net, rules, name="stochastic_depth", skips_frozen=True)[0]
-    # A linear rate depends on the number of blocks that have been replaced.
-    for buffer, rate in _rates(changed_net, drop_rate, drop_distribution).items():
-        changed_net.get_buffer(buffer).fill_(rate)
-    return changed_net
 
 
 @factory
 def stochastic_depth(
     stochastic_method: Method = "block",
-    drop_rate: Annotated[Scalar, RATE] = 0.2,
+    drop_rate: Annotated[Scalar, Within(0, 1, hint="it is how often a branch is left out")] = 0.2,
     drop_distribution: Distribution = "linear",
     drop_warmup: Annotated[TimeLike | float, named_point] = 0.0,
     *,
@@ -208,72 +115,51 @@ def stochastic_depth(
 
 
 def _with_blocks(state: State, name: str, stochastic_method: Method) -> State:
-    module = state.model.module
-    _check_blocks(module, name, stochastic_method)
-    if not _blocks(module):
-        return state
-    # The rates here are placeholders: only _with_rates writes rates, at INIT or in the first batch.
-    rules = stochastic_depth_rules(module, stochastic_method, 0.0)
-    return surgery.operate(state, rules, name=name, skips_frozen=True)[0]
-
-
-def _check_blocks(module: nn.Module, name: str, stochastic_method: Method) -> None:
-    """Warn of a network without blocks, and reject blocks with the other `stochastic_method`."""
-    _check_no_others(module, name, stochastic_method)
-    if _blocks(module) or any(isinstance(child, (StochasticDepth, DropPath)) for child in module.modules()):
-        return
-    advice = (
-        "A block is recognized by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
-        "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Use "
-        "these names in the network, or leave the method out; a library may have its own setting for it, such as "
-        "layerdrop in Hugging Face's Wav2Vec2 and BART"
-    )
-    warn_of_nothing(name, "residual blocks", module, advice)
-
-
-def _check_no_others(module: nn.Module, name: str, stochastic_method: Method) -> None:
-    """Raise a `ValueError` for blocks with the other method: they would be kept, but with new rates."""
-    for place, child in module.named_modules():
-        if isinstance(child, (StochasticDepth, DropPath)) and child.method != stochastic_method:
+    """Return the state with its blocks replaced, which is done once; their rates are still to be written."""
+    network = state.model.module
+    done = {place: child for place, child in network.named_modules() if isinstance(child, (StochasticDepth, DropPath))}
+    for place, child in done.items():
+        if child.method != stochastic_method:
             raise ValueError(
                 f"{name}: expected blocks with method {stochastic_method!r}, got {child.method!r} in "
                 f"{place or 'the network'!r}, from an earlier stochastic depth; use the same method, or start from "
                 "the original network"
             )
+    if not any(residuals(child) or drop_paths(child) for child in network.modules()):
+        if not done:
+            warn_of_nothing(name, "residual blocks", network, _ADVICE)
+        return state
+
+    def block(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+        del site
+        if residuals(module):
+            return StochasticDepth(module, stochastic_method, 0.0)
+        paths = {path: DropPath(stochastic_method, 0.0) for path in drop_paths(module)}
+        return changed(module, None, **paths) if paths else None
+
+    rules = {nn.Module: block, StochasticDepth: None, DropPath: None}
+    return surgery.operate(state, rules, name=name, skips_frozen=True)[0]
+
+
+_ADVICE = (
+    "A block is recognized by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
+    "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Use these "
+    "names in the network, or leave the method out; a library may have its own setting for it, such as layerdrop in "
+    "Hugging Face's Wav2Vec2 and BART"
+)
 
 
 def _with_rates(state: State, rate: float | Tensor, drop_distribution: Distribution) -> State:
     """Return the state with the rates of all blocks in their buffers."""
-    new = {
-        buffer: as_scalar(value, state.buffers[buffer].dtype, state.device)
-        for buffer, value in _rates(state.model.module, rate, drop_distribution).items()
-    }
-    return state.replace(buffers={**state.buffers, **new})
-
-
-def _rates(module: nn.Module, rate: Any, drop_distribution: Distribution) -> dict[str, Any]:
-    """Return the rates of all blocks that have been replaced, by the names of their buffers."""
-    buffers = [(name, f"{name}.drop_rate".lstrip("."), child) for name, child in module.named_modules()]
     # All drop paths of a block have the same rate.
     blocks = {
-        buffer: name if isinstance(child, StochasticDepth) else name.rpartition(".")[0]
-        for name, buffer, child in buffers
+        f"{place}.drop_rate".lstrip("."): place if isinstance(child, StochasticDepth) else place.rpartition(".")[0]
+        for place, child in state.model.module.named_modules()
         if isinstance(child, (StochasticDepth, DropPath))
     }
-    names = list(dict.fromkeys(blocks.values()))
-    rates = dict(zip(names, stochastic_depth_rates(len(names), rate, drop_distribution), strict=True))
-    return {buffer: rates[block] for buffer, block in blocks.items()}
-
-
-def _blocks(module: nn.Module) -> list[str]:
-    """Return the names of outermost residual blocks, except blocks already replaced and blocks inside these."""
-    found: list[str] = []
-    done: list[str] = []
-    for name, child in module.named_modules():
-        if any(name.startswith(f"{outer}.".lstrip(".")) for outer in (*found, *done)):
-            continue
-        if isinstance(child, StochasticDepth):
-            done.append(name)
-        elif residuals(child) or drop_paths(child):
-            found.append(name)
-    return found
+    places = list(dict.fromkeys(blocks.values()))
+    new = {}
+    for buffer, block in blocks.items():
+        share = 1.0 if drop_distribution == "uniform" else (places.index(block) + 1) / len(places)
+        new[buffer] = as_scalar(rate * share, state.buffers[buffer].dtype, state.device)
+    return state.replace(buffers={**state.buffers, **new})

@@ -6,37 +6,22 @@ for every batch, `random.fold_in(key, step)`. Cores do not switch themselves off
 images unchanged, but `mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense
 targets, and `choose_by_loss(keep=1)` a random order of the whole batch; leave the call out instead.
 
-`sample_transform` makes a core for images a transform of single samples of a data set. `apply_*` do what methods on the
-model do, for a plain `nn.Module`: they return a changed copy with separate weights, in the same mode (train or eval);
-create the optimizer from the copy. `*_rules` are the rules of these methods for `purecompose.surgery`. Gyro dropout has
-no such function: its masks depend on the number of the batch, which a plain network does not know. Several gradients or
-weights are given as a mapping from parameter names.
+`sample_transform` makes a core for images a transform of single samples of a data set. `apply_surgery` does what
+methods on the model do at INIT, for a plain `nn.Module`: it returns a changed copy with separate weights, in the same
+mode (train or eval); create the optimizer from the copy. Several gradients or weights are given as a mapping from
+parameter names.
 
 The algorithms call these functions, with the key `state.rng(name)` where they draw. `select_using_loss` and
 `should_selective_backprop` do in your own loop what selective backprop's `apply` and `match` do inside a step.
 """
 
-from purecompose.algorithms._alibi import alibi_rules as alibi_rules, apply_alibi as apply_alibi
 from purecompose.algorithms._augmix import augmix_batch as augmix_batch
 from purecompose.algorithms._batch_size_warmup import warmup_batch_size as warmup_batch_size
-from purecompose.algorithms._blurpool import apply_blurpool as apply_blurpool, blurpool_rules as blurpool_rules
-from purecompose.algorithms._channels_last import (
-    apply_channels_last as apply_channels_last,
-    to_channels_last as to_channels_last,
-)
+from purecompose.algorithms._channels_last import to_channels_last as to_channels_last
 from purecompose.algorithms._colout import colout_batch as colout_batch
 from purecompose.algorithms._cutmix import cutmix_batch as cutmix_batch, cutmix_box as cutmix_box
 from purecompose.algorithms._cutout import cutout_batch as cutout_batch
 from purecompose.algorithms._ema import compute_ema as compute_ema
-from purecompose.algorithms._factorize import apply_factorize as apply_factorize, factorize_rules as factorize_rules
-from purecompose.algorithms._gated_linear_units import (
-    apply_gated_linear_units as apply_gated_linear_units,
-    gated_linear_units_rules as gated_linear_units_rules,
-)
-from purecompose.algorithms._ghost_batchnorm import (
-    apply_ghost_batchnorm as apply_ghost_batchnorm,
-    ghost_batchnorm_rules as ghost_batchnorm_rules,
-)
 from purecompose.algorithms._gradient_clipping import (
     clip_adaptively as clip_adaptively,
     clip_by_norm as clip_by_norm,
@@ -57,14 +42,8 @@ from purecompose.algorithms._layer_freezing import (
     layers_of as layers_of,
 )
 from purecompose.algorithms._lookahead import pull_back as pull_back
-from purecompose.algorithms._low_precision_norms import (
-    apply_low_precision_groupnorm as apply_low_precision_groupnorm,
-    apply_low_precision_layernorm as apply_low_precision_layernorm,
-    low_precision_groupnorm_rules as low_precision_groupnorm_rules,
-    low_precision_layernorm_rules as low_precision_layernorm_rules,
-)
 from purecompose.algorithms._mixup import mixup_batch as mixup_batch
-from purecompose.algorithms._no_op_model import no_op_model_rules as no_op_model_rules
+from purecompose.algorithms._parts.surgery import apply_surgery as apply_surgery
 from purecompose.algorithms._per_example_clipping import (
     clip_per_example as clip_per_example,
     norms_per_example as norms_per_example,
@@ -85,21 +64,7 @@ from purecompose.algorithms._seq_length_warmup import (
     set_batch_sequence_length as set_batch_sequence_length,
     warmup_length as warmup_length,
 )
-from purecompose.algorithms._squeeze_excite import (
-    apply_squeeze_excite as apply_squeeze_excite,
-    squeeze_excite_rules as squeeze_excite_rules,
-)
-from purecompose.algorithms._stochastic_depth import (
-    apply_stochastic_depth as apply_stochastic_depth,
-    stochastic_depth_rates as stochastic_depth_rates,
-    stochastic_depth_rules as stochastic_depth_rules,
-)
 from purecompose.algorithms._swa import add_to_mean as add_to_mean
-from purecompose.algorithms._weight_standardization import (
-    apply_weight_standardization as apply_weight_standardization,
-    weight_standardization_rules as weight_standardization_rules,
-    weight_standardization_undo_rules as weight_standardization_undo_rules,
-)
 from purecompose.algorithms.images.samples import sample_transform as sample_transform
 from purecompose.nn.layers.convolutions import (
     blur_2d as blur_2d,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from purecompose import Algorithm, State, Trait, compose, loop_events, losses, optim, surgery, to_module, tree
+from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, optim, surgery, to_module, tree
 
 
 def make_state(net: nn.Module, *, key: int = 0, **options: Any) -> State:
@@ -38,9 +38,20 @@ def trained(state: State, num: int = 2, **shape: int) -> State:
     return state
 
 
-def operated(net: nn.Module, rules: surgery.Rules, **options: Any) -> tuple[Any, surgery.Report]:
+def applied(state: State, method: Algorithm) -> tuple[State, surgery.Report]:
+    """Return the state after a method's INIT, and a report of what it has replaced, kept, dropped and made."""
+    after: Any = method.apply(Event.INIT, state)
+    old, new = {**state.params, **state.buffers}, {**after.params, **after.buffers}
+    names = {id(tensor): name for name, tensor in old.items()}
+    kept = {name: names[id(tensor)] for name, tensor in new.items() if id(tensor) in names}
+    before, now = (one.context.replaced.get(method.name, ()) for one in (state, after))
+    dropped = tuple(name for name in old if name not in kept.values())
+    return after, surgery.Report(now[len(before) :], kept, dropped, tuple(name for name in new if name not in kept))
+
+
+def operated(net: nn.Module, method: Algorithm, **options: Any) -> tuple[Any, surgery.Report]:
     """Return the new architecture and the report of the surgery."""
-    state, report = surgery.operate(make_state(net, **options), rules, name="method")
+    state, report = applied(make_state(net, **options), method)
     return state.model.module, report
 
 
@@ -66,11 +77,11 @@ def patched(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_leaves(net: nn.Module, rules: surgery.Rules, num: int) -> None:
+def check_leaves(net: nn.Module, method: Algorithm, num: int) -> None:
     """Check that a surgery finds `num` modules, replaces none of them, and warns."""
     state, images = make_state(net), make_images()
     with pytest.warns(UserWarning, match=f"kept all {num}: none"):
-        after, report = surgery.operate(state, rules, name="method")
+        after, report = applied(state, method)
     assert after is state and not report.replaced
     assert torch.equal(to_module(after)(images), net(images))
 
@@ -86,14 +97,12 @@ def check_shows(layer: nn.Module, inner: nn.Module, name: str) -> None:
     assert layer.weight is inner.weight and layer.state_dict().keys() != inner.state_dict().keys()
 
 
-def check_keeps_all(
-    state: State, rules: surgery.Rules, *, dropped: Collection[str] = ()
-) -> tuple[State, surgery.Report]:
+def check_keeps_all(state: State, method: Algorithm, *, dropped: Collection[str] = ()) -> tuple[State, surgery.Report]:
     """Do one surgery and check its invariants: the old state is untouched, tensors and momentum are kept except for
     dropped ones, exactly the frozen parameters stay frozen, and a second surgery changes nothing.
     """
     before, text = state.copy(), str(state.model.module)
-    after, report = surgery.operate(state, rules, name="method")
+    after, report = applied(state, method)
     assert not tree.diff(before, state)
     assert str(state.model.module) == text
     assert report.replaced and sorted(report.dropped) == sorted(dropped)
@@ -104,7 +113,7 @@ def check_keeps_all(
         if was in state.params and was not in state.context.frozen:
             assert after.opt_state["momentum"][name] is state.opt_state["momentum"][was]
     assert after.context.frozen == {name for name, was in report.kept.items() if was in state.context.frozen}
-    again, second = surgery.operate(after, rules, name="method")  # warnings are errors, so it does not warn
+    again, second = applied(after, method)  # warnings are errors, so it does not warn
     assert again is after and not second.replaced
     return after, report
 

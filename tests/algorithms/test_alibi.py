@@ -8,12 +8,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import losses, optim, surgery
+from purecompose import losses, optim
 from purecompose.algorithms import alibi, seq_length_warmup
-from purecompose.algorithms.functional import alibi_rules
 from purecompose.nn.layers import AlibiAttention, ClassesSecond, NoPositions, PositionEmbedding, SelfAttention
 from purecompose.nn.models import gpt, vit
-from tests.algorithms.surgery_checks import hooked, patched
+from tests.algorithms.surgery_checks import applied, hooked, patched
 
 
 VOCABULARY, LENGTH = 7, 8
@@ -59,7 +58,7 @@ def seen_batch(batch: Any, *algorithms: pc.Algorithm, **options: Any) -> Any:
 def test_positional_embeddings_are_removed_and_all_else_is_kept() -> None:
     before = trained(make_state())
     copied = before.copy()
-    after, report = surgery.operate(before, alibi_rules(), name="alibi")
+    after, report = applied(before, alibi())
     assert sorted(report.replaced) == sorted(("net.positions", *ATTENTION))
     assert report.dropped == ("net.positions.weight",) and report.made == ()
     assert all(new == old for new, old in report.kept.items())
@@ -77,10 +76,10 @@ def test_positional_embeddings_are_removed_and_all_else_is_kept() -> None:
 def test_a_network_without_attention_is_warned_about() -> None:
     state = state_of(nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="looked for SelfAttention or PositionEmbedding or GPT2Model or GPT2Attention"):
-        surgery.operate(state, alibi_rules(), name="alibi")
+        applied(state, alibi())
     state = state_of(nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7)))
     with pytest.warns(UserWarning, match="found none in a network of Embedding, Linear, Sequential"):
-        surgery.operate(state, alibi_rules(), name="alibi")
+        applied(state, alibi())
 
 
 def test_without_attention_batches_are_left_as_they_are() -> None:
@@ -139,22 +138,14 @@ def test_positions_stay_where_no_attention_is_known() -> None:
     state = state_of(Unknown(nn.Linear(8, 8)))
     with pytest.raises(ValueError, match=r"positions: expected a supported attention.* Linear"):
         alibi().apply(pc.Event.INIT, state)
-    own = {
-        **alibi_rules(),
-        nn.Linear: lambda module, site: nn.Sequential(module),
-        PositionEmbedding: lambda module, site: NoPositions(),
-    }
-    assert surgery.operate(state, own, name="alibi")[1].replaced == ("positions", "attention")
 
 
 @pytest.mark.parametrize("attention", [Scaled(8, 2), Gated()])
 def test_attention_that_computes_otherwise_is_refused_by_name(attention: SelfAttention) -> None:
     state, kind = state_of(Unknown(attention)), type(attention)
     with pytest.raises(ValueError, match=f"alibi: attention: expected a SelfAttention, got a {kind.__name__}, which"):
-        surgery.operate(state, alibi_rules(), name="alibi")
-    _, report = surgery.operate(state, {**alibi_rules(), kind: None}, name="alibi")
-    assert report.replaced == ("positions",)
-    _, report = surgery.operate(state_of(Unknown(Narrow())), alibi_rules(), name="alibi")
+        applied(state, alibi())
+    _, report = applied(state_of(Unknown(Narrow())), alibi())
     assert report.replaced == ("positions", "attention")
 
 
@@ -162,9 +153,7 @@ def test_attention_that_computes_otherwise_is_refused_by_name(attention: SelfAtt
 def test_attention_with_which_something_else_is_called_is_refused(change: Any) -> None:
     state = state_of(Unknown(change(SelfAttention(8, 2))))
     with pytest.raises(ValueError, match="alibi: attention: expected a SelfAttention, got one with hooks or with a"):
-        surgery.operate(state, alibi_rules(), name="alibi")
-    own = {**alibi_rules(), SelfAttention: lambda module, site: nn.Identity()}
-    assert surgery.operate(state, own, name="alibi")[1].replaced == ("positions", "attention")
+        applied(state, alibi())
 
 
 def test_sequences_may_be_longer_than_before() -> None:
@@ -231,7 +220,7 @@ def test_it_trains_at_twice_the_length_that_it_was_built_for() -> None:
 
 def test_a_vision_transformer_takes_images_of_any_size_that_its_patches_fit() -> None:
     state = state_of(vit((3, 8, 8), 5, width=8, depth=1, num_heads=2))
-    after, _ = surgery.operate(state, alibi_rules(), name="alibi")
+    after, _ = applied(state, alibi())
     assert after.forward(torch.zeros(2, 3, 16, 8)).shape == (2, 5)
     with pytest.raises(ValueError, match="patches of 4x4 do not fit images of 6x8"):
         after.forward(torch.zeros(2, 3, 6, 8))

@@ -12,11 +12,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import losses, optim, surgery
-from purecompose.algorithms import alibi
-from purecompose.algorithms.functional import alibi_rules, gated_linear_units_rules
+from purecompose import losses, optim
+from purecompose.algorithms import alibi, gated_linear_units
 from purecompose.nn.layers import GatedLinearUnit
-from tests.algorithms.surgery_checks import hooked, patched
+from tests.algorithms.surgery_checks import applied, hooked, patched
 
 
 # A new name of the argument, which earlier versions do not have.
@@ -65,7 +64,7 @@ def make_state(net: nn.Module, **options: Any) -> pc.State:
 
 def with_biases(net: nn.Module) -> Any:
     """Return the network after the surgery as a separate module."""
-    return pc.to_module(surgery.operate(make_state(net), alibi_rules(), name="alibi")[0]).eval()
+    return pc.to_module(applied(make_state(net), alibi())[0]).eval()
 
 
 def make_ids(num: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
@@ -149,7 +148,7 @@ def test_gpt2_with_a_cache_of_one_size(by: str) -> None:
 
 
 def test_other_embeddings_of_gpt2_stay() -> None:
-    _, report = surgery.operate(make_state(make_net("gpt2")), alibi_rules(), name="alibi")
+    _, report = applied(make_state(make_net("gpt2")), alibi())
     assert report.dropped == ("transformer.wpe.weight",)
 
 
@@ -168,7 +167,7 @@ def test_what_is_kept_dropped_and_trained(kind: str) -> None:
     gone = before.params.keys() - after.params.keys()
     assert len(gone) == 1 and all("wpe" in name or "position_embeddings" in name for name in gone)
     assert all(after.params[name] is before.params[name] for name in after.params)
-    assert surgery.operate(after, alibi_rules(), name="alibi")[0] is after
+    assert applied(after, alibi())[0] is after
     assert step.init(before).model == after.model
     ids = make_ids(4, 16)
     trained = step(after, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
@@ -183,12 +182,12 @@ def test_what_is_kept_dropped_and_trained(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_units(kind: str) -> None:
     net = make_net(kind)
-    state, report = surgery.operate(make_state(net), gated_linear_units_rules(), name="glu")
+    state, report = applied(make_state(net), gated_linear_units())
     assert len(report.replaced) == 2 and len(report.dropped) == 4 and len(report.made) == 4
     unit = next(module for module in state.model.module.modules() if isinstance(module, GatedLinearUnit))
     width = 48 if kind == "gpt2" else 20
     assert (unit.gate.in_features, unit.gate.out_features) == (12, width)
-    assert surgery.operate(state, gated_linear_units_rules(), name="glu")[0] is state
+    assert applied(state, gated_linear_units())[0] is state
     module = pc.to_module(state).eval()
     units = [(name, one) for name, one in module.named_modules() if isinstance(one, GatedLinearUnit)]
     own = net.get_submodule(units[0][0].rpartition(".c_fc")[0] or units[0][0])
@@ -223,7 +222,7 @@ def test_gated_units_do_not_replace_modules_that_do_more_than_their_class(
     first, second = of_kind(net, block)
     change(getattr(first, layer) if is_inside else first)
     names = {module: name for name, module in net.named_modules()}
-    _, report = surgery.operate(make_state(net), gated_linear_units_rules(), name="glu")
+    _, report = applied(make_state(net), gated_linear_units())
     stays = kind != "gpt2" or is_inside or change is patched  # hooks of a block that is kept are kept, too
     assert report.replaced == tuple(names[one] for one in ([second] if stays else [first, second]))
 
@@ -233,7 +232,7 @@ def test_gated_units_of_one_frozen_layer_are_one_and_frozen(kind: str) -> None:
     net, (block, layer) = make_net(kind), LAYERS[kind]
     first, second = of_kind(net, block)
     setattr(second, layer, getattr(first, layer).requires_grad_(False))
-    state, report = surgery.operate(make_state(net), gated_linear_units_rules(), name="glu")
+    state, report = applied(make_state(net), gated_linear_units(where="*"))
     units = of_kind(pc.to_module(state), "GatedLinearUnit")
     assert len(units) == 2 and units[0].gate is units[1].gate and units[0].linear is units[1].linear
     assert len(report.made) == 2 and state.context.frozen == set(report.made)
@@ -257,7 +256,7 @@ def test_forwards_on_instances_would_win_over_biases(kind: str) -> None:
 
 def test_cross_attention_has_no_distances() -> None:
     state = make_state(make_net("gpt2", add_cross_attention=True))
-    _, report = surgery.operate(state, alibi_rules(), name="alibi")
+    _, report = applied(state, alibi())
     assert not any("crossattention" in name for name in report.replaced) and len(report.replaced) == 3
 
 
@@ -280,7 +279,7 @@ def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state(make_net("bert"))
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(ValueError, match="expected version 5 or later, got 4.57.1"):
-        surgery.operate(state, alibi_rules(), name="alibi")
+        applied(state, alibi())
 
 
 @pytest.mark.parametrize("by", BY)

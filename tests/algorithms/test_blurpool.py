@@ -12,11 +12,12 @@ from scipy import ndimage
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from purecompose import compose, loop_events, surgery
+from purecompose import compose, loop_events
 from purecompose.algorithms import blurpool
-from purecompose.algorithms.functional import blur_2d, blurmax_pool2d, blurpool_rules
+from purecompose.algorithms.functional import blur_2d, blurmax_pool2d
 from purecompose.nn.layers import BlurConv2d, BlurMaxPool2d
 from tests.algorithms.surgery_checks import (
+    applied,
     check_at_init,
     check_keeps_all,
     check_leaves,
@@ -183,9 +184,8 @@ def make_net() -> nn.Sequential:
 )
 @pytest.mark.parametrize("is_first", [True, False])
 def test_only_layers_with_a_stride_are_replaced(settings, names, is_first):
-    rules = blurpool_rules(blur_first=is_first, **{"min_channels": 1, **settings})
     state = trained(make_state(make_net()))
-    after, report = check_keeps_all(state, rules)
+    after, report = check_keeps_all(state, blurpool(blur_first=is_first, **{"min_channels": 1, **settings}))
     assert report.replaced == names and report.made == ()
     kinds = {nn.Conv2d: BlurConv2d, nn.MaxPool2d: BlurMaxPool2d}
     for name, module in state.model.module.named_children():
@@ -200,7 +200,7 @@ def test_layers_that_are_not_replaced():
             super().__init__(nn.ConvTranspose2d(2, 2, 2, 2), nn.MaxPool2d(2, return_indices=True), nn.MaxPool2d(3, 1))
 
     with pytest.warns(UserWarning, match="looked for Conv2d or MaxPool2d to replace, and kept all 2"):
-        _, report = operated(nn.Sequential(Transposed(), nn.MaxPool3d(2), nn.AvgPool2d(2)), blurpool_rules())
+        _, report = operated(nn.Sequential(Transposed(), nn.MaxPool3d(2), nn.AvgPool2d(2)), blurpool())
     assert report.replaced == ()
 
 
@@ -219,14 +219,14 @@ class Fixed(nn.Conv2d):
 
 
 def test_layers_with_own_forwards_hooks_or_parametrizations_are_kept():
-    check_leaves(nn.Sequential(Lowest(2), hooked(nn.MaxPool2d(2)), patched(nn.MaxPool2d(1, 3))), blurpool_rules(), 3)
-    wide, convs = blurpool_rules(blur_first=False, min_channels=1), [nn.Conv2d(2, 2, 3, 2, 1) for _ in range(2)]
+    check_leaves(nn.Sequential(Lowest(2), hooked(nn.MaxPool2d(2)), patched(nn.MaxPool2d(1, 3))), blurpool(), 3)
+    wide, convs = blurpool(blur_first=False, min_channels=1), [nn.Conv2d(2, 2, 3, 2, 1) for _ in range(2)]
     parametrized = parametrizations.weight_norm(nn.Conv2d(2, 2, 3, 2, 1))
     net = nn.Sequential(Fixed(2, 2, 3, 2, 1), hooked(convs[0]), patched(convs[1]), parametrized)
     check_leaves(net, wide, 4)
     # Wrapped as a whole, they keep their behaviour.
     state = make_state(net[:1])
-    after, report = surgery.operate(state, blurpool_rules(min_channels=1), name="blur")
+    after, report = applied(state, blurpool(min_channels=1))
     assert report.replaced == ("0",)
     assert torch.equal(after.forward(make_images()), net[0](blur_2d(make_images())))
     with pytest.raises(TypeError, match="without an overridden forward, hooks or parametrized tensors, got Fixed"):
@@ -239,7 +239,7 @@ def test_the_state_after_surgery_computes_what_the_layers_do(seed, dtype, is_fir
     torch.manual_seed(seed)
     conv = nn.Conv2d(2, 4, 3, 2, 1, dtype=dtype)
     state = make_state(nn.Sequential(conv, nn.MaxPool2d(2)))
-    after, _ = check_keeps_all(state, blurpool_rules(blur_first=is_first, min_channels=1))
+    after, _ = check_keeps_all(state, blurpool(blur_first=is_first, min_channels=1))
     images = drawn(seed, (2, 2, 8, 8), dtype)
     expected = blurmax_pool2d(BlurConv2d(conv, is_first)(images), 2)
     assert torch.equal(after.forward(images), expected) and after.params["0.conv.weight"].dtype == dtype

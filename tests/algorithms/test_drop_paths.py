@@ -65,9 +65,10 @@ def test_drop_paths_are_known_by_name_and_kind() -> None:
 @pytest.mark.parametrize("method", ["block", "sample"])
 def test_rate_1_leaves_the_shortcuts_and_rate_0_the_network(method: Any) -> None:
     net = network()
-    shortcuts = functional.apply_stochastic_depth(net, method, 1.0, "uniform")
+    shortcuts = functional.apply_surgery(net, alg.stochastic_depth(method, 1.0, "uniform"))
     torch.testing.assert_close(shortcuts(INPUTS), INPUTS.relu())
-    torch.testing.assert_close(functional.apply_stochastic_depth(net, method, 0.0)(INPUTS), net(INPUTS))
+    kept = functional.apply_surgery(net, alg.stochastic_depth(method, 1e-9))
+    torch.testing.assert_close(kept(INPUTS), net(INPUTS))
 
 
 def test_rates_count_blocks_and_parameters_keep_their_names() -> None:
@@ -84,10 +85,10 @@ def test_rates_count_blocks_and_parameters_keep_their_names() -> None:
         "3.drop_path.drop_rate": 0.4,
     }
     assert after.params.keys() == state.params.keys()
-    again = functional.apply_stochastic_depth(pc.to_module(after), "sample", 0.4)
+    again = functional.apply_surgery(pc.to_module(after), alg.stochastic_depth("sample", 0.4))
     assert repr(again) == repr(pc.to_module(after))
     with pytest.raises(ValueError, match="expected blocks with method 'block', got 'sample' in '0.drop_path1'"):
-        functional.apply_stochastic_depth(pc.to_module(after), "block")
+        functional.apply_surgery(pc.to_module(after), alg.stochastic_depth("block"))
 
 
 @pytest.mark.parametrize("method", ["block", "sample"])
@@ -122,11 +123,13 @@ def test_networks_of_timm(name, options, count):
     timm = imported("timm")
     torch.manual_seed(0)
     net = timm.create_model(name, num_classes=3, **options)
-    new = functional.apply_stochastic_depth(net, "sample", 0.5)
+    new = functional.apply_surgery(net, alg.stochastic_depth("sample", 0.5))
     assert sum(isinstance(module, DropPath) for module in new.modules()) == count
     assert new.state_dict().keys() >= net.state_dict().keys()
     images = torch.randn(4, 3, 32, 32)
-    torch.testing.assert_close(functional.apply_stochastic_depth(net.eval(), "sample", 0.0)(images), net(images))
+    torch.testing.assert_close(
+        functional.apply_surgery(net.eval(), alg.stochastic_depth("sample", 1e-9))(images), net(images)
+    )
     state = pc.State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), duration="2ba")
     step = compose(loop_events, [alg.stochastic_depth("sample", 0.5, drop_warmup=0.5)])
     after = step(step.init(state), (images, torch.tensor([0, 1, 2, 0])))
@@ -136,7 +139,7 @@ def test_networks_of_timm(name, options, count):
 def test_batch_norms_of_timm_with_an_activation():
     timm = imported("timm")
     net = timm.create_model("test_efficientnet", num_classes=3).train()
-    new = functional.apply_ghost_batchnorm(net, 4)
+    new = functional.apply_surgery(net, alg.ghost_batchnorm(4))
     norms = [module for module in new.modules() if isinstance(module, GhostBatchNorm)]
     assert len(norms) == sum(isinstance(module, nn.BatchNorm2d) for module in net.modules()) > 0
     images = torch.randn(8, 3, 32, 32)
@@ -150,7 +153,7 @@ def test_batch_norms_of_timm_with_an_activation():
 def test_a_network_of_hugging_face():
     transformers = imported("transformers")
     config = transformers.ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 2], num_stages=2, drop_path_rate=0.1)
-    new = functional.apply_stochastic_depth(transformers.ConvNextModel(config), "sample", 0.2)
+    new = functional.apply_surgery(transformers.ConvNextModel(config), alg.stochastic_depth("sample", 0.2))
     assert [module.drop_rate.item() for module in new.modules() if isinstance(module, DropPath)] == pytest.approx(
         [0.2 / 3, 0.4 / 3, 0.2]
     )

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, surgery
+from purecompose import State, compose, loop_events
 from purecompose.algorithms import factorize
-from purecompose.algorithms.functional import factorize_rules, factorizing_could_speedup
+from purecompose.algorithms.functional import factorizing_could_speedup
 from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear, max_latent, split_weight
-from tests.algorithms.surgery_checks import check_keeps_all, trained
+from tests.algorithms.surgery_checks import applied, check_keeps_all, trained
 
 
 SMALL: dict[str, Any] = {"min_channels": 4, "latent_channels": 0.25, "min_features": 4, "latent_features": 0.25}
@@ -72,7 +72,7 @@ def test_subclasses_ties_and_layers_inside_attention_stay():
     tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
     tied[1].weight = tied[0].weight
     with pytest.warns(UserWarning, match="looked for Conv2d or Linear"):
-        state, report = surgery.operate(make_state(tied), factorize_rules(**SMALL), name="factorize")
+        state, report = applied(make_state(tied), factorize(**SMALL))
     assert not report.replaced and state.params.keys() == make_state(tied).params.keys()
 
 
@@ -117,7 +117,7 @@ def test_the_error_of_factors_is_given_by_the_dropped_singular_values(out, width
 
 def test_the_old_state_and_momentum_are_kept_and_a_second_surgery_does_nothing():
     before = trained(make_state(), channels=3, size=8)
-    after, report = check_keeps_all(before, factorize_rules(**SMALL), dropped=("2.weight", "7.weight"))
+    after, report = check_keeps_all(before, factorize(**SMALL), dropped=("2.weight", "7.weight"))
     assert report.kept["7.second.bias"] == "7.bias"
     assert compose(loop_events)(after, make_batch(2)).timestamp.batch == 3
 
@@ -159,7 +159,7 @@ def test_layers_that_are_passed_as_arguments_are_kept(how: str, index: int):
     else:
         parametrize.register_parametrization(layer, "weight", nn.Softplus())
     before = make_state(net)
-    after, report = surgery.operate(before, factorize_rules(**SMALL), name="factorize")
+    after, report = applied(before, factorize(**SMALL))
     assert [name for name in ("2", "7") if name != str(index)] == list(report.replaced)
     found: Any = after.model.module
     assert not isinstance(found[index], (FactorizedConv2d, FactorizedLinear))

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import purecompose as pc
-from purecompose import losses, optim, surgery
+from purecompose import losses, optim
+from purecompose.algorithms import gated_linear_units
 from purecompose.algorithms._gated_linear_units import ACTIVATIONS
-from purecompose.algorithms.functional import gated_linear_units_rules
 from purecompose.nn.layers import FeedForward, GatedLinearUnit, SelfAttention
-from purecompose.nn.model import from_module
 from purecompose.nn.models import gpt
-from tests.algorithms.surgery_checks import hooked, patched
+from tests.algorithms.surgery_checks import applied, hooked, patched
 
 
 BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,7 +48,7 @@ def make_state(net: nn.Module | None = None, *, seed: int = 0, **options: Any) -
 
 
 def gated(state: pc.State, *args: Any, **options: Any) -> pc.State:
-    return surgery.operate(state, gated_linear_units_rules(*args, **options), name="glu")[0]
+    return applied(state, gated_linear_units(*args, **options))[0]
 
 
 def make_inputs(seed: int, *lead: int) -> Tensor:
@@ -83,7 +82,7 @@ def test_only_the_first_layer_is_new() -> None:
     step, batch = pc.compose(pc.loop_events), (make_inputs(0, 2, 3), make_inputs(1, 2, 3))
     before = step(step.init(make_state()), batch)
     copied = before.copy()
-    after, report = surgery.operate(before, gated_linear_units_rules(), name="glu")
+    after, report = applied(before, gated_linear_units())
     assert report.replaced == ("feed_forward",)
     assert set(report.dropped) == {"feed_forward.up.weight", "feed_forward.up.bias"}
     assert set(report.made) == {"feed_forward.up.gate.weight", "feed_forward.up.linear.weight"}
@@ -189,7 +188,7 @@ def test_blocks_that_do_more_than_their_class_are_kept(make: Callable[[], nn.Mod
     torch.manual_seed(0)
     net, input = nn.Sequential(make(), FeedForward(4, 6)), make_inputs(0, 5)
     before = make_state(net)
-    after, report = surgery.operate(before, gated_linear_units_rules(), name="glu")
+    after, report = applied(before, gated_linear_units())
     assert report.replaced == ("1",)
     module: Any = pc.to_module(after)
     assert torch.equal(module[0](input), net[0](input)) and after.forward(input).shape == (5, 4)
@@ -208,7 +207,7 @@ def test_hooks_of_a_block_stay_with_it() -> None:
 def test_blocks_with_one_first_layer_have_one_gate_and_their_own_activations(biases: bool) -> None:
     net: Any = nn.Sequential(FeedForward(4, 6, nn.ReLU()), FeedForward(4, 6, nn.Tanh()), FeedForward(4, 6)).double()
     net[1].up = net[0].up
-    after, report = surgery.operate(make_state(net), gated_linear_units_rules(None, biases, biases), name="glu")
+    after, report = applied(make_state(net), gated_linear_units(None, biases, biases))
     assert report.replaced == ("0", "1", "2")
     module: Any = pc.to_module(after)
     units = [block.up for block in module]
@@ -255,9 +254,8 @@ def test_a_block_without_an_activation_is_refused() -> None:
     net = FeedForward(4, 6)
     del net._modules["act"]
     net.act = None  # pyright: ignore[reportAttributeAccessIssue]
-    model, params, buffers, _ = from_module(net)
     with pytest.raises(ValueError, match="expected an activation, got None"):
-        surgery.replace(model, gated_linear_units_rules(), params, buffers, key=pc.random.key(0))
+        gated(make_state(net))
 
 
 def test_a_module_as_activation_is_a_setting() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from purecompose import compose, loop_events
 from purecompose.algorithms import ghost_batchnorm
-from purecompose.algorithms.functional import ghost_batchnorm_rules
 from purecompose.nn.layers import GhostBatchNorm
 from tests.algorithms.surgery_checks import (
     check_at_init,
@@ -151,7 +150,7 @@ def make_net() -> nn.Sequential:
 @pytest.mark.parametrize("size", [2, 3, 32])
 def test_every_batch_normalisation_is_replaced_without_new_tensors(size):
     state = trained(make_state(make_net()))
-    after, report = check_keeps_all(state, ghost_batchnorm_rules(size))
+    after, report = check_keeps_all(state, ghost_batchnorm(size))
     assert report.replaced == ("1", "4") and report.made == ()
     assert report.kept["1.batchnorm.running_mean"] == "1.running_mean"
     step, batch = compose(loop_events), make_batch(5)
@@ -165,7 +164,7 @@ def test_every_batch_normalisation_is_replaced_without_new_tensors(size):
 @settings(max_examples=10)
 def test_a_step_does_what_the_formula_says(seed, size):
     state = make_state(nn.Sequential(norm_of(2, seed), nn.Flatten(), nn.Linear(18, 3, dtype=torch.float64)))
-    after, _ = check_keeps_all(state, ghost_batchnorm_rules(size))
+    after, _ = check_keeps_all(state, ghost_batchnorm(size))
     inputs = drawn(seed, 6, 2)
     outputs, mean, variance = by_hand(inputs, size, norm_of(2, seed))
     end = compose(loop_events)(after, (inputs, torch.arange(6) % 3))
@@ -201,15 +200,15 @@ def test_layers_that_are_not_replaced():
     with pytest.warns(
         UserWarning, match="looked for BatchNorm1d or BatchNorm2d or BatchNorm3d to replace, and kept all 1"
     ):
-        assert not operated(net, ghost_batchnorm_rules())[1].replaced
-    assert isinstance(operated(nn.BatchNorm3d(2), ghost_batchnorm_rules())[0], GhostBatchNorm)
-    module, _ = operated(nn.Sequential(Named(2), Named(2)), ghost_batchnorm_rules(2), eval_mode=["0"])
+        assert not operated(net, ghost_batchnorm())[1].replaced
+    assert isinstance(operated(nn.BatchNorm3d(2), ghost_batchnorm())[0], GhostBatchNorm)
+    module, _ = operated(nn.Sequential(Named(2), Named(2)), ghost_batchnorm(2), eval_mode=["0"])
     assert [part.training for part in (module[0], module[0].batchnorm, module[1].batchnorm)] == [False, False, True]
 
 
 def test_layers_with_own_forwards_or_hooks_are_kept():
     net = nn.Sequential(WithActivation(2), hooked(nn.BatchNorm2d(2)), patched(nn.BatchNorm2d(2)))
-    check_leaves(net, ghost_batchnorm_rules(2), 3)
+    check_leaves(net, ghost_batchnorm(2), 3)
 
 
 # The method
@@ -224,7 +223,7 @@ def test_the_method_is_the_surgery_at_init():
 
 def test_means_over_all_batches_are_refused():
     with pytest.raises(ValueError, match="ghost_batchnorm: 1: expected .* momentum=None .*; give it one"):
-        operated(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2, momentum=None)), ghost_batchnorm_rules())
+        operated(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2, momentum=None)), ghost_batchnorm())
     with pytest.raises(ValueError, match="GhostBatchNorm: expected .* momentum=None"):
         GhostBatchNorm(nn.BatchNorm1d(2, momentum=None))
 

@@ -8,10 +8,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, surgery
+from purecompose import State, compose, loop_events
 from purecompose.algorithms import loss_scaling, mixup, no_op_model
 from purecompose.algorithms._no_op_model import NoOpLoss
-from purecompose.algorithms.functional import no_op_model_rules
 from purecompose.cli import main
 from purecompose.optim.guarded import Guarded
 from tests.helpers import assert_same
@@ -142,8 +141,6 @@ def test_a_second_time_keeps_the_number():
     state = step(state, (torch.zeros(2, 4), torch.tensor([1, 2])))
     again = compose(loop_events, [no_op_model(name="again")]).init(state)
     assert again.params["weight"] is state.params["weight"]
-    same, report = surgery.operate(state, no_op_model_rules(), name="any")
-    assert same is state and not report.replaced
 
 
 def test_dictionaries_dtypes_groups_and_networks_without_weights():

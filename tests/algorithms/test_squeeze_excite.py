@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from purecompose import compose, loop_events, surgery
+from purecompose import compose, loop_events
 from purecompose.algorithms import squeeze_excite
-from purecompose.algorithms.functional import squeeze_excite_rules
 from purecompose.nn.layers import SqueezeExcite2d, SqueezeExciteConv2d
 from tests.algorithms.surgery_checks import (
+    applied,
     check_at_init,
     check_keeps_all,
     check_shows,
@@ -95,7 +95,7 @@ def make_net() -> nn.Sequential:
 @pytest.mark.parametrize("latent", [3, 0.5])
 def test_convolutions_wide_on_both_sides_get_one(least, names, latent):
     state = trained(make_state(make_net()))
-    after, report = check_keeps_all(state, squeeze_excite_rules(latent, least))
+    after, report = check_keeps_all(state, squeeze_excite(latent, least))
     assert report.replaced == tuple(names)
     added = 0
     for name in names:
@@ -113,7 +113,7 @@ def test_convolutions_wide_on_both_sides_get_one(least, names, latent):
 
 def test_the_network_computes_the_formula_with_the_weights_it_had():
     state = make_state(make_net()[:1])
-    after, _ = check_keeps_all(state, squeeze_excite_rules(2, 1))
+    after, _ = check_keeps_all(state, squeeze_excite(2, 1))
     layer = SqueezeExcite2d(4, 2)
     layer.load_state_dict({name[5:]: param for name, param in after.params.items() if ".se." in name})
     images = make_batch()[0]
@@ -123,8 +123,7 @@ def test_the_network_computes_the_formula_with_the_weights_it_had():
 @given(SEEDS)
 def test_new_weights_come_from_the_key(seed):
     first, again, other = (
-        surgery.operate(make_state(make_net(), key=key), squeeze_excite_rules(2, 4), name="se")[0]
-        for key in (seed, seed, seed + 1)
+        applied(make_state(make_net(), key=key), squeeze_excite(2, 4))[0] for key in (seed, seed, seed + 1)
     )
     for name in (name for name in first.params if ".se." in name):
         assert torch.equal(first.params[name], again.params[name])
@@ -133,7 +132,7 @@ def test_new_weights_come_from_the_key(seed):
 
 def test_new_weights_have_the_convolutions_dtype_and_bound():
     state = make_state(nn.Sequential(nn.Conv2d(2, 50, 1, dtype=torch.float64)))
-    after, _ = surgery.operate(state, squeeze_excite_rules(20, 1), name="se")
+    after, _ = applied(state, squeeze_excite(20, 1))
     weight = after.params["0.se.squeeze.weight"]
     assert weight.dtype == torch.float64
     assert 0.9 * 50**-0.5 < weight.abs().max() <= 50**-0.5  # as nn.Linear: uniform up to 1 / sqrt(C)
@@ -142,14 +141,14 @@ def test_new_weights_have_the_convolutions_dtype_and_bound():
 def test_layers_that_are_not_replaced():
     net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ConvTranspose2d(4, 4, 1), nn.Conv1d(4, 4, 1))
     with pytest.warns(UserWarning, match="looked for Conv2d to replace, and kept all 1: none"):
-        assert not operated(net, squeeze_excite_rules(2, 4))[1].replaced
-    module, report = operated(nn.Conv2d(2, 2, 1), squeeze_excite_rules(2, 2))
+        assert not operated(net, squeeze_excite(2, 4))[1].replaced
+    module, report = operated(nn.Conv2d(2, 2, 1), squeeze_excite(2, 2))
     assert isinstance(module, SqueezeExciteConv2d) and report.replaced == ("",)
 
 
 def test_convolutions_of_any_kind_are_wrapped_whole_and_can_be_read_where_they_were():
     net, images = nn.Sequential(hooked(nn.Conv2d(2, 2, 1))), make_batch()[0]
-    after, _ = surgery.operate(make_state(net), squeeze_excite_rules(2, 2), name="se")
+    after, _ = applied(make_state(net), squeeze_excite(2, 2))
     attention = SqueezeExcite2d(2, 2)
     attention.load_state_dict({name[5:]: param for name, param in after.params.items() if ".se." in name})
     torch.testing.assert_close(after.forward(images), attention(net(images)))

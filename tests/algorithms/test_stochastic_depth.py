@@ -9,11 +9,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import algorithms as alg, compose, functional, loop_events, surgery
+from purecompose import algorithms as alg, compose, loop_events
 from purecompose.algorithms import stochastic_depth
 from purecompose.nn import models
 from purecompose.nn.layers import ClassesSecond, StochasticDepth, residuals
-from tests.algorithms.surgery_checks import hooked, patched
+from tests.algorithms.surgery_checks import applied, hooked, patched
 from tests.helpers import assert_same
 
 
@@ -309,8 +309,12 @@ def batch_for(name: str, seed: int = 0, num: int = 6) -> tuple[Tensor, Tensor]:
 
 def with_drops(state: pc.State, method: Any, rate: float, distribution: Any = "uniform") -> nn.Module:
     """Return the network of a state, with its blocks replaced."""
-    rules = functional.stochastic_depth_rules(state.model.module, method, rate, distribution)
-    return pc.to_module(surgery.operate(state, rules, name="drop")[0])
+    return pc.to_module(with_rate(state, method, rate, distribution))
+
+
+def with_rate(state: pc.State, *settings: Any) -> Any:
+    """Return the state after INIT of the method, which with a rate of 0 would not act."""
+    return stochastic_depth(*settings).apply(pc.Event.INIT, state)
 
 
 def make_transformer_block(dropout: float = 0.0, *, seed: int = 0, is_causal: bool = True) -> models.TransformerBlock:
@@ -417,28 +421,20 @@ def test_a_transformers_block_is_known_by_names_order_and_arguments() -> None:
 # Rates
 
 
-@given(st.integers(1, 20), st.floats(0, 1))
-def test_linear_rates_rise_by_the_same_amount_to_the_rate(num: int, rate: float) -> None:
-    rates = functional.stochastic_depth_rates(num, rate)
-    assert rates == pytest.approx([rate * i / num for i in range(1, num + 1)])
-    assert functional.stochastic_depth_rates(num, rate, "uniform") == [rate] * num
-
-
-@pytest.mark.parametrize("distribution", ["linear", "uniform"])
-def test_the_network_has_the_rates_of_its_blocks(distribution: Any) -> None:
+@pytest.mark.parametrize(("distribution", "rates"), [("linear", [0.2, 0.4, 0.6]), ("uniform", [0.6, 0.6, 0.6])])
+def test_the_network_has_the_rates_of_its_blocks(distribution: Any, rates: list[float]) -> None:
     state = compose(loop_events, [stochastic_depth("block", 0.6, distribution)]).init(make_state())
-    assert rates_of(state) == pytest.approx(functional.stochastic_depth_rates(3, 0.6, distribution))
+    assert rates_of(state) == pytest.approx(rates)
 
 
-def test_blocks_inside_a_replaced_block_have_no_rate() -> None:
+def test_blocks_inside_a_replaced_block_are_not_replaced() -> None:
     outer: Any = models.ResidualBlock(4, 4)
     outer.branch = nn.Sequential(models.ResidualBlock(4, 4))
     net = nn.Sequential(models.ResidualBlock(4, 4), StochasticDepth(outer, "block", 0.9), models.ResidualBlock(4, 4))
     state = pc.State.create(net, loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1), duration="4ba")
-    rules = functional.stochastic_depth_rules(state.model.module, "block", 0.4)
-    after, report = surgery.operate(state, rules, name="drop")
+    after, report = applied(state, stochastic_depth("block", 0.3))
     assert report.replaced == ("0", "2")
-    assert rates_of(after) == pytest.approx([0.2, 0.9, 0.4])
+    assert rates_of(after) == pytest.approx([0.1, 0.2, 0.3])
 
 
 @pytest.mark.parametrize(("warmup", "batches"), [(0.5, 4), ("0.25dur", 2), ("3ba", 3), ("1ep", 2)])
@@ -487,14 +483,12 @@ def test_parameters_keep_names_values_and_momentum(method: Any) -> None:
     state = plain.init(make_state())
     for number in range(3):
         state = plain(state, make_batch(number))
-    rules = functional.stochastic_depth_rules(state.model.module, method, 0.5)
-    changed, report = surgery.operate(state, rules, name="drop")
+    changed, report = applied(state, stochastic_depth(method, 0.5))
     assert all(changed.params[name] is param for name, param in state.params.items())
     assert_same(changed.opt_state, state.opt_state)
     assert report.made == tuple(f"{name}.drop_rate" for name in report.replaced)
     assert len(report.replaced) == 3
-    again, _ = surgery.operate(changed, rules, name="drop")
-    assert again is changed
+    assert not applied(changed, stochastic_depth(method, 0.5))[1].replaced
 
 
 def test_a_network_without_blocks_is_warned_about() -> None:

@@ -12,23 +12,12 @@ from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from purecompose import State, compile, compose, loop_events, surgery, to_module
-from purecompose.algorithms import weight_standardization
-from purecompose.algorithms.functional import (
-    blurpool_rules,
-    squeeze_excite_rules,
-    standardized,
-    weight_standardization_rules,
-    weight_standardization_undo_rules,
-)
-from purecompose.nn.layers import (
-    StandardizedConv1d,
-    StandardizedConv2d,
-    StandardizedConv3d,
-    plain_conv,
-    standardized_conv,
-)
+from purecompose import State, compile, compose, loop_events, to_module
+from purecompose.algorithms import blurpool, squeeze_excite, weight_standardization
+from purecompose.algorithms.functional import standardized
+from purecompose.nn.layers import StandardizedConv1d, StandardizedConv2d, StandardizedConv3d, standardized_conv
 from tests.algorithms.surgery_checks import (
+    applied,
     check_at_init,
     check_keeps_all,
     check_leaves,
@@ -46,8 +35,6 @@ KINDS = {
     nn.Conv2d: (StandardizedConv2d, F.conv2d),
     nn.Conv3d: (StandardizedConv3d, F.conv3d),
 }
-UNTYPED: Any = weight_standardization
-UNTYPED_UNDO: Any = weight_standardization_undo_rules
 SEEDS = st.integers(0, 99)
 SHAPES = st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple)
 WIDE = st.lists(st.integers(2, 4), min_size=2, max_size=5).map(tuple)
@@ -124,11 +111,6 @@ def test_convolutions_keep_their_settings(kind, options):
     torch.testing.assert_close(new(inputs), twin(inputs), rtol=1e-4, atol=1e-5)
     assert new(inputs).shape == conv(inputs).shape
     assert str(new) == "Standardized" + str(conv)
-    back: Any = plain_conv(new)
-    assert type(back) is kind and torch.equal(back(inputs), conv(inputs))
-    baked: Any = plain_conv(new, is_baked=True)
-    torch.testing.assert_close(baked(inputs), new(inputs))
-    assert conv.weight is new.weight and baked.weight is not new.weight
     loaded = pickle.loads(pickle.dumps(new))
     assert torch.equal(loaded(inputs), new(inputs))
 
@@ -155,7 +137,7 @@ NAMES = ("0", "2.0", "3", "5")
 @pytest.mark.parametrize("last", [0, 1, 3])
 def test_all_but_the_last_are_standardized_and_names_and_values_are_kept(last):
     state = trained(make_state(make_net()))
-    after, report = check_keeps_all(state, weight_standardization_rules(last))
+    after, report = check_keeps_all(state, weight_standardization(last))
     assert report.replaced == NAMES[: len(NAMES) - last]
     assert list(after.params) == list(state.params) and report.made == ()
     assert all(after.params[name] is state.params[name] for name in state.params)
@@ -170,7 +152,7 @@ def test_the_network_computes_with_filters_by_hand(seed):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 3, 2)).double()
     state = make_state(net)
-    after, _ = check_keeps_all(state, weight_standardization_rules(1))
+    after, _ = check_keeps_all(state, weight_standardization(1))
     params, images = state.params, drawn(seed, 2, 2, 6, 6)
     hidden = F.conv2d(images, by_hand(params["0.weight"]), params["0.bias"]).tanh()
     expected = F.conv2d(hidden, params["2.weight"], params["2.bias"])
@@ -179,7 +161,7 @@ def test_the_network_computes_with_filters_by_hand(seed):
 
 def test_a_step_moves_the_raw_weights_by_the_chain_rule():
     state = make_state(make_net())
-    after, _ = surgery.operate(state, weight_standardization_rules(4 - 1), name="ws")
+    after, _ = applied(state, weight_standardization(4 - 1))
     images, targets = make_batch()
     raw = state.params["0.weight"].clone().requires_grad_()
     hidden = F.conv2d(images, standardized(raw), state.params["0.bias"], padding=1)
@@ -188,24 +170,6 @@ def test_a_step_moves_the_raw_weights_by_the_chain_rule():
     step = compose(loop_events)
     end = step(after, (images, targets))
     torch.testing.assert_close(end.params["0.weight"], raw - 0.1 * gradient, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("last", [0, 2])
-def test_undoing_the_surgery_restores_the_network(last):
-    state = trained(make_state(make_net()))
-    after, _ = surgery.operate(state, weight_standardization_rules(last), name="ws")
-    back, report = surgery.operate(after, weight_standardization_undo_rules(), name="undo")
-    assert report.replaced == NAMES[: 4 - last] and report.dropped == report.made == ()
-    assert str(back.model.module) == str(state.model.module) and back.model == state.model
-    assert all(back.params[name] is state.params[name] for name in state.params)
-    images = make_batch()[0]
-    assert torch.equal(back.forward(images), state.forward(images))
-    baked, report = surgery.operate(after, weight_standardization_undo_rules(is_baked=True), name="undo")
-    assert report.made == report.dropped == tuple(f"{name}.weight" for name in NAMES[: 4 - last])
-    torch.testing.assert_close(baked.forward(images), after.forward(images))
-    net: Any = to_module(baked)
-    assert type(net[0]) is nn.Conv2d
-    torch.testing.assert_close(net[0].weight.detach().double(), by_hand(state.params["0.weight"]), rtol=1e-4, atol=1e-5)
 
 
 class Counted(nn.Sequential):
@@ -219,10 +183,10 @@ class Counted(nn.Sequential):
 
 
 def test_a_network_is_listed_as_often_whatever_the_number_of_its_convolutions():
-    rules, counts = weight_standardization_rules(1), []
+    method, counts = weight_standardization(1), []
     for num in (2, 9):
         state, Counted.listed = make_state(Counted(*(nn.Conv2d(2, 2, 1) for _ in range(num)))), 0
-        _, report = surgery.operate(state, rules, name="ws")
+        _, report = applied(state, method)
         assert report.replaced == tuple(map(str, range(num - 1)))
         counts.append(Counted.listed)
     assert counts[0] == counts[1] > 0
@@ -254,25 +218,25 @@ def test_layers_that_are_not_replaced():
     scaled = parametrize.register_parametrization(nn.Conv2d(2, 2, 1), "weight", Double())
     net = nn.Sequential(Cautious(2, 2, 1), scaled, nn.ConvTranspose2d(2, 2, 1), nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="looked for Conv1d or Conv2d or Conv3d to replace, and kept all 2"):
-        _, report = operated(net, weight_standardization_rules())
+        _, report = operated(net, weight_standardization())
     assert not report.replaced
-    assert plain_conv(nn.Conv2d(1, 1, 1)) is None and standardized_conv(nn.Linear(2, 2)) is None
+    assert standardized_conv(nn.Linear(2, 2)) is None
     with pytest.warns(UserWarning, match="changed nothing"):
-        operated(make_net(), weight_standardization_rules(4))
+        operated(make_net(), weight_standardization(4))
     shared = nn.Conv2d(2, 2, 1)
-    module, report = operated(nn.Sequential(shared, shared, nn.Conv2d(2, 2, 1)), weight_standardization_rules(1))
+    module, report = operated(nn.Sequential(shared, shared, nn.Conv2d(2, 2, 1)), weight_standardization(1))
     assert report.replaced == ("0",) and module[0] is module[1] and type(module[2]) is nn.Conv2d
 
 
 def test_layers_with_own_forwards_hooks_or_parametrizations_are_kept():
     scaled = parametrize.register_parametrization(nn.Conv2d(2, 2, 1), "bias", Double())
     net = nn.Sequential(hooked(nn.Conv2d(2, 2, 1)), patched(nn.Conv2d(2, 2, 1)), scaled, Cautious(2, 2, 1))
-    check_leaves(net, weight_standardization_rules(), 4)
+    check_leaves(net, weight_standardization(), 4)
 
 
-def test_subclasses_keep_their_attributes_and_are_restored():
+def test_subclasses_keep_their_attributes():
     state = make_state(nn.Sequential(Renamed(2, 3, 3), Renamed(3, 3, 1), nn.Flatten()))
-    after, _ = check_keeps_all(state, weight_standardization_rules())
+    after, _ = check_keeps_all(state, weight_standardization())
     images = make_batch()[0]
     module: Any = to_module(after)
     first: Any = module[0]
@@ -286,38 +250,19 @@ def test_subclasses_keep_their_attributes_and_are_restored():
     step, batch = compose(loop_events), make_batch()
     compiled = compile(step, backend="aot_eager", donate=False)(after, batch)
     torch.testing.assert_close(compiled.params["0.weight"], step(after, batch).params["0.weight"], rtol=1e-5, atol=1e-6)
-    back, _ = surgery.operate(after, weight_standardization_undo_rules(), name="undo")
-    plain: Any = to_module(back)
-    assert back.model == state.model and type(plain[0]) is Renamed
-
-
-def test_baked_filters_are_tied_where_the_raw_ones_were():
-    net: Any = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1, bias=False) for _ in range(2)))
-    net[1].weight = net[0].weight
-    undo, batch = weight_standardization_undo_rules(is_baked=True), make_batch()
-    for seed in (0, 1):  # the same rules for two networks
-        with torch.no_grad():
-            net[0].weight.copy_(drawn(seed, 2, 2, 3, 3))
-        state = make_state(nn.Sequential(*net, nn.Flatten()))
-        after, _ = surgery.operate(state, weight_standardization_rules(), name="ws")
-        baked, _ = surgery.operate(after, undo, name="undo")
-        assert list(baked.params) == ["0.weight"]
-        torch.testing.assert_close(baked.params["0.weight"].double(), by_hand(state.params["0.weight"]))
-        torch.testing.assert_close(baked.forward(batch[0]), after.forward(batch[0]))
-        assert list(compose(loop_events)(baked, batch).params) == ["0.weight"]
 
 
 def test_it_works_with_blurpool_and_squeeze_excite_in_any_order():
-    rules = {
-        "ws": weight_standardization_rules(),
-        "blur": blurpool_rules(min_channels=1, blur_first=False),
-        "se": squeeze_excite_rules(2, 4),
+    methods = {
+        "ws": weight_standardization(),
+        "blur": blurpool(min_channels=1, blur_first=False),
+        "se": squeeze_excite(2, 4),
     }
     start, images, outputs = make_state(make_net()), make_batch()[0], []
     for order in (("ws", "blur"), ("blur", "ws"), ("ws", "se", "blur"), ("se", "blur", "ws"), ("blur", "ws", "se")):
         state: State = start
         for name in order:
-            state, _ = check_keeps_all(state, rules[name])
+            state, _ = check_keeps_all(state, methods[name])
         kinds = [type(module).__name__ for module in state.model.module.modules()]
         assert kinds.count("StandardizedConv2d") == 3 and kinds.count("BlurConv2d") == 1
         assert kinds.count("SqueezeExciteConv2d") == ("se" in order)

@@ -2,22 +2,20 @@
 
 import copy
 import functools
-import inspect
-from collections.abc import Callable, Container, Sequence
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Container, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from purecompose import surgery
-from purecompose._support.checks import suggests_keywords
+from purecompose import losses, optim, surgery
 from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
 from purecompose.core.state import State
+from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
-
-
-_P = ParamSpec("_P")
 
 
 def surgery_method(
@@ -52,45 +50,31 @@ def surgery_method(
     return Algorithm(name, NEVER if is_neutral else on(Event.INIT), apply, traits=traits)
 
 
-def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Concatenate[nn.Module, _P], nn.Module]:
-    """Return the method as a function of a plain network, `(net, *settings) -> net`, which shares its rules."""
+def apply_surgery(net: nn.Module, method: Algorithm, *, key: int | Tensor = 0) -> nn.Module:
+    """Return a copy of a network as a method on the model changes it at INIT; the network is not modified.
 
-    def apply(net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
-        return surgery.operate(net, rules_of(*args, **kwargs), name=name, skips_frozen=True)[0]
+    The copy has separate weights, and is in the same mode (train or eval). Create the optimizer from the copy. What the
+    method does at other events, such as changing a rate, is left out.
 
-    return _documented(apply, name, rules_of, ["net"])
+    Args:
+        net: The network.
+        method: A method that replaces modules, such as `algorithms.blurpool()`.
+        key: The seed or key with which new parameters are drawn.
 
+    Raises:
+        ValueError: The method does not replace modules.
 
-def on_drawn_module(
-    name: str, rules_of: Callable[_P, surgery.Rules]
-) -> Callable[Concatenate[int | Tensor, nn.Module, _P], nn.Module]:
-    """Do what `on_module` does, for a method that creates parameters: `(key, net, *settings) -> net`."""
-
-    def apply(key: int | Tensor, net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
-        return surgery.operate(net, rules_of(*args, **kwargs), name=name, key=key, skips_frozen=True)[0]
-
-    return _documented(apply, name, rules_of, ["key", "net"])
-
-
-def _documented(apply: Any, name: str, rules_of: Callable[..., Any], leading: list[str]) -> Any:
-    kinds = {"net": nn.Module, "key": int | Tensor}
-    before = [
-        inspect.Parameter(role, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kinds[role]) for role in leading
-    ]
-    signature = inspect.signature(rules_of)
-    apply.__signature__ = signature.replace(
-        parameters=[*before, *signature.parameters.values()], return_annotation=nn.Module
-    )
-    apply.__name__ = apply.__qualname__ = f"apply_{name}"
-    apply.__module__ = rules_of.__module__
-    key = "a seed or key for new parameters, " if "key" in leading else ""
-    apply.__doc__ = f"""Return a copy of a network with the modules that `{name}` inserts; the network is not modified.
-
-    The arguments are {key}the network, and the settings of `{rules_of.__name__}`. The copy has separate weights and
-    the same mode (train or eval). Create the optimizer from the copy. Parts without trainable parameters are left
-    alone, unless nothing trains.
+    Example:
+        >>> from purecompose.algorithms import squeeze_excite
+        >>> apply_surgery(nn.Conv2d(128, 128, 3), squeeze_excite(0.125)).se.squeeze
+        Linear(in_features=128, out_features=16, bias=False)
     """
-    return suggests_keywords()(apply)
+    if Trait.REQUIRED_ON_LOAD not in method.traits:
+        raise ValueError(f"apply_surgery: expected a method that replaces modules, got {method!r}")
+    # Half precision, since methods may act only there.
+    state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.0), key=key, precision="bf16")
+    changed_net = to_module(compose(loop_events, [method]).init(state))
+    return changed_net if any(module.training for module in net.modules()) else changed_net.eval()
 
 
 def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> None:

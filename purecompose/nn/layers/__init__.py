@@ -11,7 +11,6 @@ from purecompose.nn.layers.convolutions import (
     StandardizedConv3d as StandardizedConv3d,
     blur_2d as blur_2d,
     blurmax_pool2d as blurmax_pool2d,
-    plain_conv as plain_conv,
     standardized as standardized,
     standardized_conv as standardized_conv,
 )

@@ -329,31 +329,6 @@ def standardized_conv(conv: nn.Module) -> nn.Module | None:
     return recast(conv, _standardized_class(type(conv)))
 
 
-def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
-    """Return a convolution of the original class from a standardized one.
-
-    Args:
-        conv: The convolution.
-        is_baked: True to store the standardized filters in a new parameter, so that the same function is computed;
-            False to keep the parameters, so that the filters are used as they are stored.
-
-    Returns:
-        The convolution, or `None` if `conv` is not a standardized convolution.
-
-    Example:
-        >>> conv = standardized_conv(nn.Conv2d(3, 8, 3))
-        >>> conv is not None and type(plain_conv(conv)).__name__
-        'Conv2d'
-    """
-    if not isinstance(conv, _Standardized):
-        return None
-    new: Any = recast(conv, conv._plain)
-    if is_baked:
-        old = new.weight
-        new.weight = nn.Parameter(standardized(old.detach()), requires_grad=old.requires_grad)
-    return new
-
-
 @functools.cache
 def _standardized_class(plain: type[nn.Module]) -> type[nn.Module]:
     """Return the standardized form of a class of convolutions; for a subclass, a class that inherits from both."""
