@@ -3,10 +3,9 @@
     python benchmarks/ablation.py [--data digits --data mnist.npz] [--seeds 8]
 
 For each data set, a small convolutional network is trained with all six methods, all but each one, and none, with eight
-seeds. The table has the accuracy with and without a method, the difference with its simultaneous 95 % interval, and the
-change of the step time, in brackets if its interval contains 0. Training uses 300 images of the digits, or 1,000 of
-MNIST, which is read from the file given by --data. A full run writes the table in docs/experiments.md, and the picture
-there (_ablation_picture.py).
+seeds. The table has the accuracy with and without a method, and the difference with its simultaneous 95 % interval.
+Training uses 300 images of the digits, or 1,000 of MNIST, which is read from the file given by --data. A full run
+writes the table in docs/experiments.md, and the picture there (_ablation_picture.py).
 
 The null is a method that changes each run but not the distribution of the results: it permutes each batch, so that
 mixup mixes other examples. 200 ablations of three methods, with eight seeds each, use 1,600 seeds of a small network.
@@ -59,7 +58,6 @@ def ablation(name: str, num_seeds: int, short: bool) -> analysis.Ablation:
         METHODS[:2] if short else METHODS,
         evaluate=Evaluator(test, {"accuracy": pc.metrics.accuracy}, every="1dur"),
         seeds=num_seeds,
-        time_rounds=5 if short else 12,
         report=print,
     )
 
@@ -93,8 +91,6 @@ def null(num_ablations: int, num_seeds: int) -> Row:
         [permuted(), alg.label_smoothing(0.1), alg.gradient_clipping("norm", 0.5)],
         evaluate=test,
         seeds=num_ablations * num_seeds,
-        mode="population",
-        time_rounds=0,
         report=print,
     )
     effects = torch.tensor([effect.differences for effect in found.effects], dtype=torch.float64)
@@ -117,9 +113,8 @@ def rows_of(name: str, found: analysis.Ablation) -> list[Row]:
     """Return a row for each method."""
     rows: list[Row] = []
     for effect in found.effects:
-        interval, slowdown = effect.interval, effect.slowdown
-        assert interval is not None and slowdown is not None
-        change = f"{slowdown.mean - 1:+.0%}"
+        interval = effect.interval
+        assert interval is not None
         rows.append(
             {
                 "data": name,
@@ -128,7 +123,6 @@ def rows_of(name: str, found: analysis.Ablation) -> list[Row]:
                 "without": f"{effect.without_it:.2%}",
                 "difference": f"{100 * interval.mean:+.2f}",
                 "interval": f"{100 * interval.low:+.2f} to {100 * interval.high:+.2f}",
-                "step time": f"({change})" if slowdown.low <= 1 <= slowdown.high else change,
                 "verdict": effect.verdict,
                 "seeds needed": "over 1,000" if effect.seeds_needed > 1000 else effect.seeds_needed or "",
             }
@@ -139,7 +133,7 @@ def rows_of(name: str, found: analysis.Ablation) -> list[Row]:
 def write_docs() -> None:
     """Write the table of the last full run into docs/experiments.md."""
     results = json.loads((RESULTS / "ablation.json").read_text())
-    head = ["data", "method", "with", "without", "difference", "interval", "step time", "verdict", "seeds needed"]
+    head = ["data", "method", "with", "without", "difference", "interval", "verdict", "seeds needed"]
     rows = [[str(row.get(name, "")) for name in head] for row in results["rows"] if row.get("with")]
     lines = [head, ["---"] * len(head), *rows]
     made = "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,4 +1,4 @@
-"""`ablate`: the effect of each method in a list on a metric of the run and on the step time.
+"""`ablate`: the effect of each method in a list on a metric of the run.
 
 All runs of a seed have common random numbers: the same initial weights, batches and draws. A draw depends only on the
 key, the batch and the name of the method, so leaving out a method does not change the draws of the others, and the
@@ -7,29 +7,33 @@ difference between two runs is due to the method.
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.checks import check_whole, shown
-from purecompose.analysis.cells import Trainer, check_repeated, first_batch, spread_moments
+from torch import Tensor
+
+from purecompose import random
+from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose.analysis.effects import Ablation, Cell, effects_of, name_of, subsets_of
+from purecompose.analysis.sweeping import check_repeated, first_batch, population_of
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.facts import check_batches, describe_data
 from purecompose.data.loaders import StateStream, own_order
+from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
+from purecompose.records import RunFolder
 from purecompose.records.layout import write_json, write_text
 from purecompose.records.reading import read_json
 from purecompose.run.evaluation import Evaluator
+from purecompose.run.fit import fit
 from purecompose.run.rules import mode_of
 from purecompose.run.saving.comparison import describe
-from purecompose.time import Timestamp
-
-
-_MODES = ("auto", "population", "sequential")
+from purecompose.run.start import start_of_run
+from purecompose.time.event import Event
 
 
 def ablate(
@@ -41,16 +45,14 @@ def ablate(
     evaluate: Evaluator,
     metric: str | None = None,
     seeds: int | Sequence[int] = 8,
-    mode: str = "auto",
-    time_rounds: int = 8,
+    sequential: bool = False,
     folder: str | os.PathLike[str] | None = None,
     report: Callable[[str], object] | None = None,
 ) -> Ablation:
     """Train with all methods, with all but each one and with none, and return the effect of each method.
 
     Every subset is trained with every seed. A method's effect is the metric of all methods minus the metric without
-    it, for each seed; the 95 % intervals of all effects are simultaneous (see `analysis.simultaneous_intervals`). The
-    step time is measured separately from the runs: the steps of all subsets are timed in turn at ten points of a run.
+    it, for each seed; the 95 % intervals of all effects are simultaneous (see `analysis.simultaneous_intervals`).
 
     Args:
         make_step: Function from a list of methods to a step, such as `lambda methods: compose(loop_events, methods)`.
@@ -62,9 +64,8 @@ def ablate(
         evaluate: The evaluator. The metric of the last evaluation of each run is compared.
         metric: The metric, such as "eval/accuracy"; by default the evaluator's first.
         seeds: The number of seeds, from 0 on, or the seeds.
-        mode: "population" to train the seeds of a subset at once, under vmap; "sequential" to train one after the
-            other; or "auto" for a population unless vmap refuses its step. Results agree up to rounding.
-        time_rounds: The number of times that steps are timed; with 0 the step time is not measured.
+        sequential: True to train the seeds of a subset one after the other, for steps that vmap refuses and data made
+            by `data.stream`; otherwise they are a population. Results agree up to rounding.
         folder: A folder for the runs and their results. The same call resumes an interrupted ablation, and with more
             seeds extends a finished one. Other methods, data or networks are refused.
         report: Function that is called with a line of text after each cell, such as `print`.
@@ -93,36 +94,30 @@ def ablate(
         ...     train,
         ...     [algorithms.mixup(0.2), algorithms.label_smoothing(0.1)],
         ...     evaluate=Evaluator(train),
-        ...     time_rounds=0,
         ... )
         >>> [cell.name for cell in result.cells]
         ['all', 'label_smoothing', 'mixup', 'none']
         >>> [effect.method for effect in result.effects]
         ['mixup', 'label_smoothing']
     """
-    _check_arguments(data, evaluate, metric, mode)
-    check_whole(time_rounds, "ablate: time_rounds", 0)
+    _check_arguments(data, evaluate, metric, sequential)
     chosen, numbers = _checked_methods(methods), _checked_seeds(seeds)
     names = list(chosen)
     subsets = subsets_of(names)
     metric = next(iter(evaluate.reported)) if metric is None else metric
     better = mode_of(metric, None, [evaluate])
-    trainer = Trainer(make_step, state, data, evaluate, metric, chosen, None if folder is None else Path(folder))
+    kept = None if folder is None else Path(folder)
+    trainer = Trainer(make_step, state, data, evaluate, metric, chosen, kept, sequential)
     results = _Results(trainer, numbers[0])
     cells = {name_of(subset, names): subset for subset in subsets}
     for number, (name, subset) in enumerate(cells.items(), 1):
-        results.train(name, subset, numbers, mode)
+        results.train(name, subset, numbers)
         if report is not None:
             mean = sum(results.values[name][seed] for seed in numbers) / len(numbers)
             report(f"[{number}/{len(cells)}] {name}: {metric} {mean:.5g}")
-    seconds = step_times(trainer, cells, numbers[0], time_rounds) if time_rounds else {}
     found = {
         subset: Cell(
-            name,
-            tuple(one for one in names if one in subset),
-            tuple(results.values[name][seed] for seed in numbers),
-            tuple(seconds.get(name, ())),
-            results.modes[name],
+            name, tuple(one for one in names if one in subset), tuple(results.values[name][seed] for seed in numbers)
         )
         for name, subset in cells.items()
     }
@@ -133,20 +128,21 @@ def ablate(
     return ablation
 
 
-def _check_arguments(data: Any, evaluate: Any, metric: str | None, mode: str) -> None:
-    """Raise if the data cannot be read again, or if the evaluator, its metric or the mode is wrong."""
+def _check_arguments(data: Any, evaluate: Any, metric: str | None, sequential: bool) -> None:
+    """Raise if the data cannot be read again, or if the evaluator or its metric is wrong."""
     if not isinstance(evaluate, Evaluator):
         raise TypeError(f"ablate: evaluate: expected Evaluator(data, metrics), got {shown(evaluate)}")
+    check_flag(sequential, "ablate: sequential")
     if not isinstance(data, StateStream):
         check_batches(data, "ablate: data")
+    elif not sequential:
+        raise ValueError("ablate: data.stream makes batches from a single state: give sequential=True")
     if isinstance(data, Iterator):
         raise TypeError("ablate: data: expected data that can be read again for each run, got an iterator")
     if (reason := own_order(data, has_position=True)) is not None:
         raise ValueError(f"ablate: data: expected the same batches in each run of a seed: {reason}")
     if metric is not None and metric not in evaluate.reported:
         raise ValueError(f"ablate: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
-    if mode not in _MODES:
-        raise ValueError(f"ablate: mode={mode!r}: expected one of {', '.join(map(repr, _MODES))}")
 
 
 def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
@@ -168,6 +164,130 @@ def _checked_seeds(seeds: Any) -> tuple[int, ...]:
     return numbers
 
 
+_INITIAL = random.salt("initial state of an ablation")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Everything that the cells of an ablation have in common.
+
+    Attributes:
+        make_step: Function from algorithms to a step.
+        state: Function from a seed to the initial state, or a state, which then gets the seed's key.
+        data: The training data.
+        evaluate: The evaluator of the metric.
+        metric: The metric that is compared, such as "eval/accuracy".
+        methods: All methods, by name.
+        folder: The folder of the runs; `None` to keep nothing.
+        sequential: True to train the seeds one after the other, False to train them as a population.
+    """
+
+    make_step: Callable[[list[Algorithm]], Step]
+    state: Callable[[int], State] | State
+    data: Any
+    evaluate: Evaluator
+    metric: str
+    methods: Mapping[str, Algorithm]
+    folder: Path | None
+    sequential: bool
+
+    def step(self, subset: frozenset[str]) -> Step:
+        """Return the step with a subset of the methods.
+
+        Raises:
+            TypeError: `make_step` returned something else.
+            ValueError: The step has other methods than it was given, or is not one of single states.
+        """
+        step = self.make_step([method for name, method in self.methods.items() if name in subset])
+        if not isinstance(step, Step):
+            raise TypeError(f"ablate: make_step: expected a Step, as compose returns, got {type(step).__name__}")
+        names = {algorithm.name for algorithm in step.algorithms}
+        if wrong := (names & self.methods.keys()) ^ subset:
+            raise ValueError(
+                f"ablate: make_step was given {', '.join(sorted(subset)) or 'no methods'} and returned a step that "
+                f"differs in {', '.join(sorted(wrong))}: pass the list on, as in "
+                "lambda methods: compose(loop_events, methods)"
+            )
+        return step
+
+    def initial(self, step: Step, seed: int) -> State:
+        """Return the initial state of a seed, with the memory of the step's algorithms.
+
+        The global generators are seeded meanwhile, and restored afterwards.
+
+        Raises:
+            TypeError: `state` returned something else.
+            ValueError: The state has no duration.
+        """
+        if isinstance(self.state, State):
+            state = self.state.replace(key=random.key(seed))
+        else:
+            load_numpy()
+            with kept_globals():
+                # A network draws its weights from torch's global generator: all cells of a seed need the same ones.
+                seed_globals(seed_words((seed, 0), _INITIAL, 0, 0))
+                state = self.state(seed)
+        if not isinstance(state, State):
+            raise TypeError(f"ablate: state({seed}): expected a State, got {type(state).__name__}")
+        if state.timestamp.run.duration is None:
+            raise ValueError('ablate: the state has no duration: give State.create one, such as duration="20ep"')
+        return start_of_run(step, state, self.data)[0]
+
+    def train(self, subset: frozenset[str], name: str, seeds: Sequence[int]) -> list[float]:
+        """Train seeds of a cell; return the metric at the end of each.
+
+        Args:
+            subset: The names of its methods.
+            name: The name of the cell's folder.
+            seeds: The seeds.
+        """
+        step = self.step(subset)
+        if self.sequential or len(seeds) == 1:
+            given = ((self.initial(step, seed), seed) for seed in seeds)
+            return [self._fit(step, state, self.data, self.evaluate, name, [seed]) for state, seed in given]
+        states = [self.initial(step, seed) for seed in seeds]
+        try:
+            return self._fit(*population_of(step, states, self.data, self.evaluate), name, seeds)
+        except Exception as error:
+            error.add_note(f"in the population of the seeds of {name!r}; ablate(sequential=True) trains one by one")
+            raise
+
+    def _fit(self, step: Step, start: State, data: Any, evaluate: Evaluator, name: str, seeds: Sequence[int]) -> Any:
+        """Train, and return the metric at the end: a list for a population."""
+        found: dict[str, Tensor] = {}
+
+        def note(event: Event, state: State) -> None:
+            if event is Event.EVAL_END and self.metric in state.metrics:
+                found[self.metric] = state.metrics[self.metric]
+
+        if self.folder is None:
+            fit(step, start, data, evaluate=evaluate, observers=note)
+        else:
+            settings = {"methods": [repr(algorithm) for algorithm in step.algorithms], "seeds": list(seeds)}
+            path = self.folder / name.replace(" + ", "+").replace(" ", "-") / _seeds_name(seeds)
+            with RunFolder(path, settings, resume=True) as run:
+                run.begin(step, start, first_batch(data, start))
+                fit(
+                    step,
+                    start,
+                    data,
+                    evaluate=evaluate,
+                    observers=[note, run.observer],
+                    checkpoints=run.checkpoints(every="0.25dur", keep=1),
+                    resume=run.resume,
+                )
+        return found[self.metric].tolist()
+
+
+def _seeds_name(seeds: Sequence[int]) -> str:
+    """Return the name of the folder of a run with these seeds."""
+    if len(seeds) == 1:
+        return f"seed-{seeds[0]}"
+    if list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"seeds-{seeds[0]}-to-{seeds[-1]}"
+    return f"seeds-{'-'.join(map(str, seeds))}"
+
+
 _DECISIVE = ("optimizer", "loss", "precision", "program", "microbatches")
 """Parts of a run's description on which a metric depends."""
 _FILE, _TABLE = "ablation.json", "ablation.txt"
@@ -178,7 +298,6 @@ class _Results:
 
     Attributes:
         values: The metric, by cell and seed.
-        modes: The mode in which each cell was trained.
 
     Raises:
         ValueError: The folder has the results of another ablation; the message names the differences.
@@ -188,7 +307,6 @@ class _Results:
     def __init__(self, trainer: Trainer, seed: int) -> None:
         self._trainer, self._settings = trainer, _settings_of(trainer, seed)
         self.values: dict[str, dict[int, float]] = {}
-        self.modes: dict[str, str] = {}
         folder = trainer.folder
         if folder is None:
             return
@@ -202,27 +320,22 @@ class _Results:
             return
         content = read_json(folder / _FILE)
         check_repeated("ablate", folder, content["settings"], self._settings)
-        for name, cell in content["cells"].items():
-            self.values[name] = {int(seed): value for seed, value in cell["values"].items()}
-            self.modes[name] = cell["mode"]
+        for name, values in content["cells"].items():
+            self.values[name] = {int(seed): value for seed, value in values.items()}
 
-    def train(self, name: str, subset: frozenset[str], seeds: Sequence[int], mode: str) -> None:
+    def train(self, name: str, subset: frozenset[str], seeds: Sequence[int]) -> None:
         """Train the seeds of a cell that have no result."""
         missing = [seed for seed in seeds if seed not in self.values.get(name, {})]
         if not missing:
             return
-        found, self.modes[name] = self._trainer.train(subset, name, missing, mode)
+        found = self._trainer.train(subset, name, missing)
         self.values.setdefault(name, {}).update(zip(missing, found, strict=True))
         if self._trainer.folder is not None:
             self._write()
 
     def _write(self) -> None:
         assert self._trainer.folder is not None
-        cells = {
-            name: {"mode": self.modes[name], "values": {str(seed): value for seed, value in values.items()}}
-            for name, values in self.values.items()
-        }
-        write_json(self._trainer.folder / _FILE, {"settings": self._settings, "cells": cells})
+        write_json(self._trainer.folder / _FILE, {"settings": self._settings, "cells": self.values})
 
 
 def _settings_of(trainer: Trainer, seed: int) -> dict[str, str]:
@@ -238,58 +351,8 @@ def _settings_of(trainer: Trainer, seed: int) -> dict[str, str]:
         "model": hashlib.blake2b("\n".join(described["model"]).encode(), digest_size=6).hexdigest(),
         **{name: str(described[name]) for name in _DECISIVE},
         "methods that are never left out": ", ".join(others.values()) or "none",
+        "sequential": str(trainer.sequential),
         "evaluated batches": str(trainer.evaluate.num_batches or "all"),
         **{f"data: {name}": value for name, value in describe_data(trainer.data).items()},
         **{f"evaluation data: {name}": value for name, value in describe_data(trainer.evaluate.data).items()},
     }
-
-
-_NUM_POINTS = 10
-"""Number of points of a run at which steps are timed."""
-
-
-def step_times(
-    trainer: Trainer, cells: Mapping[str, frozenset[str]], seed: int, num_rounds: int
-) -> dict[str, list[float]]:
-    """Return the mean time of a step over the run, in seconds, for each cell and round.
-
-    Only the steps are timed: no data are read, and what acts outside a step, such as averages that are formed at the
-    end of an epoch, is left out. They are timed apart from the runs, whose modes, processes and load differ: a
-    single process takes a step of each cell at the same points of the run, in turn, so that a slowdown affects all.
-
-    Args:
-        trainer: What the cells have in common.
-        cells: The subset of each cell, by name.
-        seed: The seed whose initial state is used at all points.
-        num_rounds: The number of rounds.
-    """
-    timed = {name: _Timed(trainer, subset, seed) for name, subset in cells.items()}
-    for one in timed.values():
-        one.round()  # the first one checks contracts and compiles
-    found: dict[str, list[float]] = {name: [] for name in timed}
-    for number in range(num_rounds):
-        for name in timed if number % 2 else reversed(timed):
-            found[name].append(timed[name].round())
-    return found
-
-
-class _Timed:
-    """A cell's step at the points of a run."""
-
-    def __init__(self, trainer: Trainer, subset: frozenset[str], seed: int) -> None:
-        self.step: Step = trainer.step(subset)
-        self.start: State = trainer.initial(self.step, seed)
-        self.batch: Any = first_batch(trainer.data, self.start)
-        self.moments: list[Timestamp] = spread_moments(self.step, self.start, self.batch, _NUM_POINTS)
-
-    def round(self) -> float:
-        """Return the mean time of a step at all points."""
-        seconds = 0.0
-        for moment in self.moments:
-            # A compiled step overwrites the state that it is given.
-            state = self.start.copy().replace(timestamp=moment)
-            state.key.sum().item()  # waits for the device
-            began = time.perf_counter()
-            self.step(state, self.batch).key.sum().item()
-            seconds += time.perf_counter() - began
-        return seconds / len(self.moments)

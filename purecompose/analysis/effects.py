@@ -1,4 +1,4 @@
-"""The effect of each method on quality and time, from the results of the cells of an ablation.
+"""The effect of each method on a metric, from the results of the cells of an ablation.
 
 Effects have simultaneous confidence intervals, by a studentized wild bootstrap over the seeds of paired differences:
 
@@ -182,10 +182,6 @@ class Cell:
     """Names of the methods in the subset."""
     values: tuple[float, ...]
     """The metric at the end of the run, for each seed."""
-    seconds: tuple[float, ...]
-    """The mean time of a step in seconds, in each round; the same rounds in all cells. Empty if not measured."""
-    mode: str
-    """"population" or "sequential", with the reason if it cannot be a population."""
 
     @property
     def mean(self) -> float:
@@ -207,8 +203,6 @@ class Effect:
     """The difference for each seed."""
     interval: Interval | None
     """The mean difference with its simultaneous interval; `None` if a difference is not finite."""
-    slowdown: Interval | None
-    """The step time with the method, divided by the one without it; `None` if not measured."""
     seeds_needed: int
     """Estimated total number of seeds with which the comparison would be decided; 0 if it is, 1,001 for more than
     1,000."""
@@ -238,7 +232,7 @@ class Ablation:
 
     def __str__(self) -> str:
         rows = [_row(effect, self) for effect in self.effects]
-        head = ["method", "with", "without", "difference", "interval", "step time", "verdict"]
+        head = ["method", "with", "without", "difference", "interval", "verdict"]
         lower = " (lower is better)" if self.mode == "min" else ""
         lines = [
             f"{self.metric}{lower} of {len(self.cells)} subsets of {len(self.effects)} methods, "
@@ -258,46 +252,18 @@ def effects_of(methods: Sequence[str], cells: Mapping[frozenset[str], Cell], mod
         for name, (with_it, without) in pairs.items()
     }
     finite = [name for name, row in rows.items() if all(map(math.isfinite, row))]
-    intervals = _intervals({name: rows[name] for name in finite})
-    slowdowns = _slowdowns(pairs)
+    found_for = simultaneous_intervals([rows[name] for name in finite]) if finite else []
+    intervals = dict(zip(finite, found_for, strict=True))
     found = []
     for name, (with_it, without) in pairs.items():
         interval = intervals.get(name)
         needed = 0 if interval is None else seeds_needed(interval, len(with_it.values), len(finite))
         found.append(
             Effect(
-                name,
-                with_it.mean,
-                without.mean,
-                tuple(rows[name]),
-                interval,
-                slowdowns.get(name),
-                needed,
-                _verdict(interval, needed, mode),
+                name, with_it.mean, without.mean, tuple(rows[name]), interval, needed, _verdict(interval, needed, mode)
             )
         )
     return tuple(found)
-
-
-def _intervals(rows: Mapping[str, list[float]]) -> dict[str, Interval]:
-    if not rows:
-        return {}
-    found = simultaneous_intervals(torch.tensor(list(rows.values()), dtype=torch.float64))
-    return dict(zip(rows, found, strict=True))
-
-
-def _slowdowns(pairs: Mapping[str, tuple[Cell, Cell]]) -> dict[str, Interval]:
-    """Return the ratio of step times of each method, as a geometric mean over the rounds."""
-    if not all(cell.seconds for pair in pairs.values() for cell in pair):
-        return {}
-    logs = {
-        name: [math.log(a / b) for a, b in zip(with_it.seconds, without.seconds, strict=True)]
-        for name, (with_it, without) in pairs.items()
-    }
-    return {
-        name: Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.deviation)
-        for name, found in _intervals(logs).items()
-    }
 
 
 def _verdict(interval: Interval | None, needed: int, mode: str) -> str:
@@ -309,8 +275,7 @@ def _verdict(interval: Interval | None, needed: int, mode: str) -> str:
 
 
 def _row(effect: Effect, ablation: Ablation) -> list[str]:
-    interval, slowdown = effect.interval, effect.slowdown
-    digits = _digits(ablation)
+    interval, digits = effect.interval, _digits(ablation)
     verdict = effect.verdict
     if verdict == "undecided":
         more = effect.seeds_needed - len(ablation.seeds)
@@ -322,15 +287,8 @@ def _row(effect: Effect, ablation: Ablation) -> list[str]:
         f"{effect.without_it:.{digits}f}",
         "" if interval is None else f"{interval.mean:+.{digits}f}",
         "" if interval is None else f"{interval.low:+.{digits}f} to {interval.high:+.{digits}f}",
-        "" if slowdown is None else _change(slowdown),
         verdict,
     ]
-
-
-def _change(slowdown: Interval) -> str:
-    """Return the change of the time of a step, in brackets if it may be due to noise."""
-    text = f"{slowdown.mean - 1:+.0%}"
-    return f"({text})" if slowdown.low <= 1 <= slowdown.high else text
 
 
 def _digits(ablation: Ablation) -> int:
@@ -343,12 +301,9 @@ def _digits(ablation: Ablation) -> int:
 def _remarks(ablation: Ablation) -> list[str]:
     """Return what a reader of the table has to know."""
     lines = []
-    if any(effect.slowdown is not None and _change(effect.slowdown)[0] == "(" for effect in ablation.effects):
-        lines.append("times in brackets: the interval of the change contains 0")
     if any(effect.interval is not None and math.isinf(effect.interval.high) for effect in ablation.effects):
         lines.append(f"{len(ablation.seeds)} seeds are too few for intervals: give at least {FEWEST_SEEDS}")
     if any(effect.verdict == "not finite" for effect in ablation.effects):
         bad = [cell.name for cell in ablation.cells if not all(map(math.isfinite, cell.values))]
         lines.append(f"runs without a finite {ablation.metric}: {', '.join(bad)}")
-    lines += sorted({f"{cell.name}: {cell.mode}" for cell in ablation.cells if "(" in cell.mode})
     return ["", *lines] if lines else []

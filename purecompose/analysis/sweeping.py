@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support.checks import check_number, check_whole, shown
 from purecompose._support.tables import table
-from purecompose.analysis.cells import check_repeated, first_batch, population_of
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.data.facts import check_batches
-from purecompose.data.loaders import StateStream, epoch_batches
+from purecompose.data.loaders import StateStream, draws_globally, epoch_batches, fixed_batches
 from purecompose.observers import History
 from purecompose.records import RunFolder, read_run
 from purecompose.records.layout import CONFIG
@@ -34,6 +34,9 @@ from purecompose.run.rules import mode_of
 from purecompose.run.start import start_of_run
 from purecompose.schedule import Hparam, hparam
 from purecompose.schedule.scalar import Product, factors_of
+from purecompose.transforms.compilation import CompiledStep
+from purecompose.transforms.members import stacked
+from purecompose.transforms.population import population, stack_states
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,84 @@ def _ranked(metric: str, mode: str, settings: Sequence[dict[str, float]], found:
     badness = [sign * trial.metric if math.isfinite(trial.metric) else math.inf for trial in trials]
     order = sorted(range(len(trials)), key=badness.__getitem__)
     return Sweep(metric, tuple(trials[i] for i in order), end, order[0] * seeds)
+
+
+def check_repeated(where: str, folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a folder has the results of other settings, with which this call would be mixed."""
+    lines = [
+        f"{name} was {saved.get(name, 'absent')}, and is {now.get(name, 'absent')}"
+        for name in dict.fromkeys((*saved, *now))
+        if saved.get(name) != now.get(name)
+    ]
+    if lines:
+        what = "ablation" if where == "ablate" else where
+        raise ValueError(
+            f"{where}: folder={str(folder)!r} contains another {what}: {'; '.join(lines)}. Choose another folder, or "
+            "repeat the earlier call"
+        )
+
+
+def first_batch(data: Any, state: State) -> Any:
+    """Return the first batch of a run, or of a population's, on the state's device."""
+    given = (
+        [data.batch(state)] if isinstance(data, StateStream) else epoch_batches(data, state.key.reshape(-1, 2)[0], 0)
+    )
+    batch = next(iter(given))
+    return batches.map_tensors(lambda tensor: tensor.to(state.device), batch)
+
+
+def population_of(
+    step: Step, states: Sequence[State], data: Any, evaluate: Evaluator, chunk_size: int | None = None
+) -> tuple[Step, State, Any, Evaluator]:
+    """Return step, state, data and evaluator of a population in which each member has its own order of the data.
+
+    A compiled step becomes a compiled step of the population.
+    """
+    depends_on_key = callable(getattr(data, "epoch", None)) or draws_globally(data)
+    depends_on_key |= isinstance(data, list | tuple) and draws_globally(evaluate.data)
+    has_own_order = depends_on_key and any(not torch.equal(state.key, states[0].key) for state in states)
+    composed = step.step if isinstance(step, CompiledStep) else step
+    together = population(composed, len(states), chunk_size, "each" if has_own_order else "shared")
+    if isinstance(step, CompiledStep):
+        together = CompiledStep(together, step.options)
+    if has_own_order:
+        data = _OwnOrders(data, [state.key for state in states])
+        evaluate = dataclasses.replace(evaluate, data=_Repeated(evaluate.data, [state.key for state in states]))
+    return together, stack_states(states), data, evaluate
+
+
+class _OwnOrders:
+    """Data whose batches are those of each member, stacked."""
+
+    def __init__(self, data: Any, keys: Sequence[Tensor]) -> None:
+        self.data, self.keys = data, keys
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Return the batches of an epoch; the order does not depend on `key`, since each member has its own."""
+        del key
+        orders = [epoch_batches(self.data, own, epoch, start) for own in self.keys]
+        return (stacked(members) for members in zip(*orders, strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epoch(self.keys[0], 0)
+
+
+class _Repeated:
+    """Evaluation data whose batches are given to each member: without copies, unless they depend on its key."""
+
+    def __init__(self, data: Any, keys: Sequence[Tensor]) -> None:
+        self.data, self.keys = data, keys
+
+    def __iter__(self) -> Iterator[Any]:
+        if draws_globally(self.data):
+            orders = [fixed_batches(self.data, own) for own in self.keys]
+            yield from (stacked(members) for members in zip(*orders, strict=True))
+            return
+        for batch in self.data:
+            yield batches.map_tensors(lambda tensor: tensor.expand(len(self.keys), *tensor.shape), batch)
 
 
 _NAME = "lr"

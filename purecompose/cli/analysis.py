@@ -196,7 +196,7 @@ def _prepared(given: Given) -> Iterator[_Parts]:
         yield _Parts(settings, data, prepare(dataclasses.replace(settings, seeds=1), data))
 
 
-def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None) -> None:
+def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None, sequential: bool = False) -> None:
     """Train with and without each method, and show the effect of each.
 
     Args:
@@ -204,6 +204,7 @@ def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None
             and checkpoints have no effect, since the metric is measured at the end of each run.
         out: Write the runs and the table there, or resume them.
         metric: Metric to compare (default: eval/accuracy; eval/loss for text).
+        sequential: Train the seeds one after the other, and not as a population.
 
     Examples:
         python -m purecompose ablate --algorithms "mixup,sam" --duration 10ep --seeds 8 --out runs/ablation
@@ -219,6 +220,7 @@ def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None
             evaluate=parts.evaluator,
             metric=metric or f"{parts.setup.watched}/{parts.setup.kind.decides}",
             seeds=range(first, first + num_seeds),
+            sequential=sequential,
             folder=out,
             report=lambda line: say(line, flush=True),
         )

@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def refused_ablation(**options: Any) -> object:
     given = {"make_step": make_step, "state": new_state, "data": train_data(), "methods": [alg.mixup(0.4)], **options}
-    return analysis.ablate(**{"evaluate": evaluator(), "time_rounds": 0, "seeds": 2, **given})  # pyright: ignore
+    return analysis.ablate(**{"evaluate": evaluator(), "seeds": 2, **given})  # pyright: ignore
 
 
 def refused_sweep(values: Any, **options: Any) -> object:
@@ -74,7 +74,7 @@ def own_generator() -> DataLoader[Any]:
         (lambda run: refused_ablation(evaluate=[1]), r"evaluate: expected Evaluator\(data, metrics\)"),
         (lambda run: refused_ablation(metric="eval/f1"), "metric='eval/f1': the evaluator reports eval/loss"),
         (lambda run: refused_ablation(seeds=[1, 1]), r"seeds=\[1, 1\]"),
-        (lambda run: refused_ablation(mode="vmap"), "mode='vmap'"),
+        (lambda run: refused_ablation(data=pc.data.stream(lambda state: None)), "single state: give sequential=True"),
         (lambda run: refused_ablation(state=lambda seed: seed), r"state\(0\): expected a State, got int"),
         (lambda run: refused_ablation(make_step=lambda methods: methods), "make_step: expected a Step"),
         (lambda run: refused_ablation(make_step=lambda methods: compose(loop_events)), "differs in mixup: pass the"),
