@@ -26,8 +26,7 @@ from purecompose.data.facts import check_batches, describe_data
 from purecompose.data.loaders import StateStream, own_order
 from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.records import RunFolder
-from purecompose.records.layout import write_json, write_text
-from purecompose.records.reading import read_json
+from purecompose.records.layout import read_json, write_json, write_text
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.fit import fit
 from purecompose.run.rules import mode_of

@@ -353,7 +353,7 @@ def plot(
     runs: list[Run],
     *,
     out: File = "curves.png",
-    x: Literal["batch", "epoch", "time/sample", "time/token", "time/seconds"] = "batch",
+    x: Literal["batch", "time/sample", "time/token", "time/seconds"] = "batch",
 ) -> None:
     """Draw the curves of one or several runs.
 

@@ -7,5 +7,5 @@ with RunFolder("runs/first", {"lr": 0.1}) as run:
 
 from purecompose.records.curves import draw_curves as draw_curves
 from purecompose.records.folder import RunFolder as RunFolder
-from purecompose.records.reading import Kept as Kept, RunRecords as RunRecords, Start as Start, read_run as read_run
+from purecompose.records.layout import Kept as Kept, RunRecords as RunRecords, Start as Start, read_run as read_run
 from purecompose.records.report import write_report as write_report

@@ -1,11 +1,10 @@
 """The curves of runs: which numbers have panels, and the picture, by matplotlib without its global state."""
 
-import bisect
 import io
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown
-from purecompose.records.reading import RunRecords, read_run
+from purecompose.records.layout import RunRecords, read_run
 from purecompose.run.saving.folder import written
 
 
@@ -48,8 +47,8 @@ def draw_curves(
     Args:
         runs: One or several runs: their folders, or results of `read_run`.
         path: The picture, `*.png`, `*.svg` or `*.pdf`. The file appears only when it is complete.
-        x: The column along the horizontal axis: "batch", "epoch", "time/sample", "time/token", or "time/seconds" for
-            wall-clock time.
+        x: The column along the horizontal axis: "batch", "time/sample", "time/token", or "time/seconds" for wall-clock
+            time.
 
     Returns:
         The path.
@@ -156,7 +155,7 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
     columns = [*dict.fromkeys(name for run in runs for record in run.records for name in record)]
     if not columns:
         raise ValueError("draw_curves: the runs have no records yet")
-    known = [name for name in columns if name in ("batch", "epoch") or name.startswith("time/")]
+    known = [name for name in columns if name == "batch" or name.startswith("time/")]
     if x not in known:
         raise ValueError(f"draw_curves: x={x!r}: expected one of {', '.join(known)}, which the records have")
     evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
@@ -179,35 +178,12 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
 def _series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
     """Return a column of a run. A record without x, as of an evaluation, has the x of the record before it."""
     xs, ys, at = [], [], math.nan
-    fraction = _fractions(run.records) if x == "epoch" else None
     for record in run.records:
-        at = fraction(record["batch"]) if fraction is not None else record.get(x, at)
+        at = record.get(x, at)
         if column in record and isinstance(at, int | float) and not math.isnan(at):
             xs.append(float(at))
             ys.append(record[column])
     return Series(index, column, xs, ys)
-
-
-def _fractions(records: Iterable[dict[str, Any]]) -> Callable[[float], float]:
-    """Return a function from a batch to the fractional epoch.
-
-    Records count whole epochs, so all batches of an epoch would be drawn at one point. An epoch ends where the count
-    increases, and its batches are evenly distributed over it.
-    """
-    batches, epochs = [0.0], [0.0]
-    for record in records:
-        if record["epoch"] > epochs[-1]:
-            batches.append(record["batch"])
-            epochs.append(record["epoch"])
-
-    def at(batch: float) -> float:
-        i = min(bisect.bisect_left(batches, batch), len(batches) - 1)
-        if i == 0:
-            return epochs[0]
-        per_batch = (epochs[i] - epochs[i - 1]) / (batches[i] - batches[i - 1])
-        return epochs[i] + (batch - batches[i]) * per_batch
-
-    return at
 
 
 def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -265,7 +241,7 @@ def figure_of(runs: Sequence[RunRecords], panels: Sequence[Panel], x: str) -> An
         axes = figure.add_subplot(grid[row, :] if wide and i == 0 else grid[row, column])
         _draw_panel(axes, panel, len(names), breaks)
         axes.set_xlim(-0.012 * end, 1.012 * end)
-        _dress(axes, panel, is_counted=x not in ("epoch", "time/seconds"))
+        _dress(axes, panel, is_counted=x != "time/seconds")
         if row == rows - 1:
             axes.set_xlabel(_AXES.get(x, x), fontsize=9, color=_FAINT)
     if legend_rows:

@@ -1,23 +1,24 @@
 """RunFolder: a folder with everything about a run, from its settings to its report."""
 
+import contextlib
 import dataclasses
 import os
 import platform
 import shlex
+import socket
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import WeakValueDictionary
 
 from purecompose._support.checks import check_flag, shown
 from purecompose._support.device import processor
-from purecompose._support.messages import is_remote, with_urls
+from purecompose._support.messages import escaped, is_remote, warn, with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.observers import Records, Stopwatch, learning_rate, memory, read_records, speed
@@ -27,30 +28,28 @@ from purecompose.records.layout import (
     COMMAND,
     CONFIG,
     CURVES,
+    FINISHED,
     HISTORY,
+    KILLED,
+    LOCK,
     PLAN,
     RECORDS,
     REPORT,
     RESULT,
+    RUNNING,
     VERSIONS,
+    Start,
     changes,
     checked_settings,
     flat,
-    to_toml,
-    write_json,
-    write_text,
-)
-from purecompose.records.lock import Lock
-from purecompose.records.reading import (
-    FINISHED,
-    KILLED,
-    RUNNING,
-    Start,
     last_metrics,
     read_history,
     read_json,
     read_run,
     read_toml,
+    to_toml,
+    write_json,
+    write_text,
 )
 from purecompose.records.report import write_report
 from purecompose.run.evaluation import Observer
@@ -59,6 +58,12 @@ from purecompose.run.saving.comparison import describe, environment
 from purecompose.run.saving.folder import clear
 from purecompose.time import TimeLike
 from purecompose.time.event import Event
+
+
+try:
+    import fcntl
+except ImportError:  # not available on Windows, where nothing keeps two processes apart
+    fcntl = None
 
 
 class RunFolder:
@@ -154,7 +159,7 @@ class RunFolder:
         if (earlier := _OPEN.pop(self.path.resolve(), None)) is not None:
             earlier._records.close()  # otherwise its waiting records would be written between ours
             earlier._lock.release()
-        self._lock = Lock(self.path)
+        self._lock = _Lock(self.path)
         # Functions that are called, if the run continues, after its first batch.
         self._pending: list[Callable[[], None]] = []
         try:
@@ -205,7 +210,7 @@ class RunFolder:
             OSError: A file cannot be written.
         """
         now = {**environment(state, step), "platform": platform.platform(), "processor": processor()}
-        with suppress(ValueError, OSError):  # the file is missing or damaged
+        with contextlib.suppress(ValueError, OSError):  # the file is missing or damaged
             self._changed |= changes(read_json(self.path / VERSIONS), now)
         plan = f"{_plan(step, state, batch)}\n"
         self._when_trained(lambda: write_json(self.path / VERSIONS, now))
@@ -330,7 +335,7 @@ class RunFolder:
         if given is None:
             return
         written: list[dict[str, Any]] = []
-        with suppress(OSError, ValueError):  # what the run knows is sufficient
+        with contextlib.suppress(OSError, ValueError):  # what the run knows is sufficient
             written = read_records(self.path / RECORDS)
         found = {
             # Not only from the file, which lacks the newest records if they could not be written.
@@ -379,7 +384,7 @@ class RunFolder:
         self._seconds_before = _seconds_at(batch, times)
         self._lock.take()  # again, for a run after `finish`
         if self.is_resumed:
-            with suppress(OSError):  # half-written files of a killed process do no harm
+            with contextlib.suppress(OSError):  # half-written files of a killed process do no harm
                 clear(self.path)
             (self.path / RESULT).unlink(missing_ok=True)  # it is out of date
         started = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -408,7 +413,7 @@ class RunFolder:
 
     def _times(self) -> list[tuple[int, float]]:
         """Return the batches in the records, with the wall-clock time of each."""
-        with suppress(OSError, ValueError):  # no file yet, or a damaged one, for which `Records` raises
+        with contextlib.suppress(OSError, ValueError):  # no file yet, or a damaged one, for which `Records` raises
             name = "time/seconds"
             return [(one["batch"], one[name]) for one in read_records(self._records.path) if name in one]
         return []
@@ -430,10 +435,10 @@ def _seconds_at(batch: int, times: list[tuple[int, float]]) -> float:
 
 
 # The folders in use in this process. One that was left by an exception may still have unwritten records.
-_OPEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
+_OPEN: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionary()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
     """Collect the error that keeps a file from being written, which is not a reason to lose the others, or the run."""
     try:
@@ -481,3 +486,80 @@ def _plan(step: Step, state: State, batch: Any) -> str:
             raise
         # Most likely a `match` reads shapes. The run itself has batches.
         return f"The plan needs a batch, begin(step, state, batch): {error}"
+
+
+class _Lock:
+    """A lock of this process on a run's folder, released at the latest with this object.
+
+    It is a lock of the system on a file that names the process. The system releases it when the process ends, however
+    it ends, and a file system that several machines share keeps them apart, too. (A record lock of POSIX would be lost
+    as soon as the process closes any other handle of the file, as a copy of the folder does.) The file stays: in a
+    folder that was removed and made again, the lock of that name may be another's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._finalizer: weakref.finalize | None = None
+
+    def take(self) -> None:
+        """Take the lock for this process, unless this object has it already.
+
+        Raises:
+            BlockingIOError: Another process has the lock.
+
+        Warns:
+            RuntimeWarning: The folder cannot be locked, as on some file systems, so it keeps no process out.
+        """
+        if self._finalizer is not None and self._finalizer.alive:
+            return
+        try:
+            file = _locked(self._path)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            text = f"RunFolder: {self._path} cannot be locked: {error}. Another process could use the folder, too"
+            warn(text, RuntimeWarning)
+            return
+        self._finalizer = weakref.finalize(self, file.close)
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _locked(path: Path) -> Any:
+    """Return the lock file, opened and locked, with the name of this process in it."""
+    file = path.open("a+b", buffering=0)
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = escaped(file.read(200).decode("utf-8", "replace").strip())
+        file.close()
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise BlockingIOError(
+            f"RunFolder: {path.parent} is in use by {holder}: two runs in one folder would mix their records. Wait "
+            "until it is done, end it, or give this run another folder"
+        ) from error
+    _HELD.add(file)
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    with contextlib.suppress(OSError):  # a full disk
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
+    return file
+
+
+_HELD: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The lock files of this process. A forked child closes them: it would keep the locks after this process was killed."""
+
+
+def _close_in_child() -> None:
+    for file in list(_HELD):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -19,8 +19,7 @@ from markupsafe import Markup, escape
 from purecompose._support.checks import check_flag
 from purecompose._support.tables import breakable, columns, printable
 from purecompose.records.curves import evaluation_columns, listed, picture
-from purecompose.records.layout import flat, write_text
-from purecompose.records.reading import FINISHED, RUNNING, RunRecords, Start, read_run
+from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, read_run, write_text
 
 
 Rows = list[tuple[str, ...]]

@@ -36,7 +36,7 @@ CONFIG = {"lr": 0.5, "model": {"name": "linear", "widths": [4, 3]}, "note": None
 
 
 def names_in(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
+    return {file.name for file in folder.glob("[!.]*")}
 
 
 def test_a_run_writes_all_files(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_folder_that_was_left_open_writes_nothing_between_the_records_of_the_n
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("[!.]*") if file.is_file()}
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -25,7 +25,7 @@ def test_the_page_runs_as_it_stands(
     printed = capsys.readouterr().out
     assert printed.startswith("30 {")
     assert "(0, 18, 'finished', {}), (18, 30, 'finished', {'duration': ['3ep', '5ep']})" in printed
-    files = {file.name for file in Path("runs/plain").iterdir()}
+    files = {file.name for file in Path("runs/plain").glob("[!.]*")}
     assert files == set(re.findall(r"^\| `([\w.]+)/?`", page, re.M))
     assert len(read_run("runs/mixup").records) == 18 + 3  # batches, evaluations
     assert Path("compared.png").exists() and Path("plain.html").exists()

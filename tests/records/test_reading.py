@@ -1,17 +1,13 @@
-import copy
 import enum
-import json
 import math
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from purecompose.observers import read_records
-from purecompose.records import RunFolder, read_run, write_report
+from purecompose.records import RunFolder, read_run
 from purecompose.records.layout import checked_settings, read_json, to_toml, write_json
 from tests.records.run_helpers import make_state, train
 
@@ -50,8 +46,8 @@ def test_a_folder_that_is_not_a_run_is_an_error(tmp_path: Path) -> None:
         ("config.toml", "name = '\udcff'", "config.toml is not valid TOML"),
         ("history.json", "{", "history.json is damaged"),
         ("history.json", "[]", "history.json is damaged: expected a JSON object, got list"),
-        ("history.json", '{"starts": [3]}', "history.json is damaged: unexpected content at .*starts"),
-        ("history.json", '{"starts": [{"batch": 3}]}', "history.json is damaged: unexpected content at .*starts"),
+        ("history.json", '{"starts": [3]}', "history.json is damaged: its starts cannot be read"),
+        ("history.json", '{"starts": [{"batch": 3}]}', "history.json is damaged: its starts cannot be read: .*started"),
         ("result.json", "nothing", "result.json is damaged"),
         ("records.jsonl", "nothing\n", "records.jsonl, line 1"),
     ],
@@ -81,42 +77,6 @@ def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space left"):
         write_json(path, {"a": 2})
     assert read_json(path) == {"a": 1} and list(tmp_path.iterdir()) == [path]
-
-
-FORGED = [None, True, -1, 1.5, "", "x", [], [None], {}, {"a": []}, 2**70]
-
-
-def places_in(value: object, place: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
-    yield place
-    for key, member in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
-        yield from places_in(member, (*place, key))
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("name", ["history.json", "result.json", "versions.json"])
-def test_a_forged_file_is_refused_or_harmless(tmp_path: Path, name: str) -> None:
-    run = RunFolder(tmp_path / "run", {"lr": 0.5})
-    train(run, until=6)
-    del run
-    with RunFolder(tmp_path / "run", {"lr": 0.6}, resume=True) as run:
-        train(run)
-    content, refused = json.loads((run.path / name).read_text()), 0
-    for place in places_in(content):
-        for value in FORGED:
-            forged: Any = {"whole": copy.deepcopy(content)}
-            inner: Any = forged
-            for key in ("whole", *place)[:-1]:
-                inner = inner[key]
-            inner[("whole", *place)[-1]] = value
-            (run.path / name).write_text(json.dumps(forged["whole"]))
-            try:
-                write_report(read_run(run.path), tmp_path / "report.html", curves=False)
-            except ValueError as error:
-                assert str(run.path / name) in str(error), error
-                refused += 1
-    assert refused > 5
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))

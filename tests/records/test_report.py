@@ -7,7 +7,7 @@ import pytest
 
 from purecompose._support.tables import breakable
 from purecompose.records import write_report
-from purecompose.records.reading import Start
+from purecompose.records.layout import Start
 from purecompose.records.report import Fact, duration, facts_of, number
 from tests.markup import HOSTILE, Checker, parsed
 from tests.records.run_helpers import at, made_up
