@@ -71,12 +71,10 @@ def executed(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Jupyter's packages
-def test_the_tutorial_shows_tables_and_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorial_shows_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = executed(ROOT / "docs" / "notebooks" / "tutorial.ipynb", monkeypatch)
     pages = [contents(one["text/html"]) for one in outputs if "text/html" in one]
-    assert len(pages) == 9
-    bars = [page.text for page in pages if ("div", {"class": "bar"}) in page.tags]
-    assert len(bars) == 2 and all("trained" in bar and "5.0/5 ep" in bar for bar in bars)
+    assert len(pages) == 7
     assert any("ok:" in page.text for page in pages) and any("NOT OK" in page.text for page in pages)
     assert [one["text/plain"] for one in outputs if "text/html" not in one][0] == "True"
 

@@ -7,24 +7,24 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
 
 from purecompose.observers.monitors import (
     activations as activations,
+    image_samples as image_samples,
     learning_rate as learning_rate,
     memory as memory,
     moments as moments,
     speed as speed,
     system as system,
+    text_samples as text_samples,
     updates as updates,
 )
-from purecompose.observers.nans import NaNs as NaNs
 from purecompose.observers.profile import Profile as Profile
-from purecompose.observers.progress import Progress as Progress
+from purecompose.observers.progress import Progress as Progress, Stopwatch as Stopwatch
 from purecompose.observers.recorder import (
     History as History,
     Image as Image,
     Monitor as Monitor,
+    NaNs as NaNs,
     Recorder as Recorder,
     Sink as Sink,
 )
 from purecompose.observers.records import Records as Records, read_records as read_records
-from purecompose.observers.samples import image_samples as image_samples, text_samples as text_samples
-from purecompose.observers.stopwatch import Stopwatch as Stopwatch
 from purecompose.observers.trackers import MLflow as MLflow, TensorBoard as TensorBoard, WandB as WandB

@@ -1,18 +1,18 @@
-"""A live display of a run in a terminal or a notebook, or periodic lines elsewhere."""
+"""How far a run is, and how fast: `Progress`, a live display in a terminal or lines elsewhere, and `Stopwatch`."""
 
 import math
 import sys
 import time
 import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Any, TextIO, TypeAlias
 
 from torch import Tensor
 
 from purecompose._support.messages import say
-from purecompose._support.tables import fragment, note
 from purecompose.core.overview import describe_replaced
 from purecompose.core.state import State
-from purecompose.observers.stopwatch import Pace, Stopwatch
 from purecompose.time import Timestamp, TimeUnit
 from purecompose.time.event import Event
 
@@ -27,8 +27,8 @@ _READINGS_IN_RATE = 30
 class Progress:
     """An observer that shows the progress, the loss, the last evaluation's metrics, batches per second and the time.
 
-    In a terminal and in a notebook it draws a bar over the whole run, in the run's own unit. Elsewhere (a file, a pipe)
-    it prints a plain line after each epoch and each evaluation, and every 30 seconds within long epochs, with the
+    In a terminal it draws a bar over the whole run, in the run's own unit. Elsewhere (a file, a pipe, a notebook) it
+    prints a plain line after each epoch and each evaluation, and every 30 seconds within long epochs, with the
     remaining time at the recent rate. It shows every evaluator's latest metrics that are single numbers. The loss is a
     running mean of about twenty batches, kept on the device and read a few times per second, so no batch waits for it.
     A population's numbers are shown as a range over its members, `loss 0.210..0.350`.
@@ -39,7 +39,7 @@ class Progress:
             state = fit(step, state, data, observers=[progress])
 
     Args:
-        live: True to draw the bar; by default, if the output is a terminal or a notebook.
+        live: True to draw the bar; by default, if the output is a terminal. In a notebook this needs ipywidgets.
         file: The file to write to; by default standard output.
 
     Raises:
@@ -52,13 +52,12 @@ class Progress:
         except ImportError as error:
             raise ImportError("Progress needs rich; install it with `pip install 'purecompose[cli]'`") from error
         self._console = rich.console.Console(file=file, force_terminal=live or None)
-        can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._is_notebook = file is None and _is_in_notebook()
-        self._live = can_draw or self._is_notebook if live is None else live
+        can_draw = self._console.is_terminal and not self._console.is_jupyter and not self._console.is_dumb_terminal
+        self._live = can_draw if live is None else live
         self._file = file
         self._stopwatch = Stopwatch()
         self._pace = Pace(self._stopwatch, _READINGS_IN_RATE)
-        self._display: _TerminalDisplay | _NotebookDisplay | None = None
+        self._display: _Display | None = None
         self._finalizer: weakref.finalize | None = None
         self._is_running = False
         self._reset()
@@ -115,7 +114,7 @@ class Progress:
         for name, words in describe_replaced(state.context.replaced).items():
             say(f"{name}: {words}", file=self._file or sys.stdout, flush=True)
         if self._live:
-            self._display = display = _NotebookDisplay() if self._is_notebook else _TerminalDisplay(self._console)
+            self._display = display = _Display(self._console)
             # Also stops the display if a run ends with an exception outside a with block, at the latest at exit.
             self._finalizer = weakref.finalize(self, display.close)
             self._show(state)
@@ -152,18 +151,12 @@ class Progress:
         speed = f"{rate:.0f} ba/s" if rate >= 100 else f"{rate:.3g} ba/s"
         return [*loss, *_describe(self._metrics), speed]
 
-    def _times(self, state: State) -> list[str]:
-        """Return the time so far, and the remaining time if it is known."""
-        left = None if state.timestamp.is_finished() else self._pace.seconds_left()
-        return [f"{self._stopwatch.seconds:.1f} s", *([] if left is None else [f"{_describe_seconds(left)} left"])]
-
     def _show(self, state: State, doing: str = "training") -> None:
         if self._display is None:
             return
         elapsed = state.timestamp.elapsed()
         share = None if elapsed is None else min(elapsed, 1.0)
-        times, numbers = "  ".join(self._times(state)), "  ".join(self._numbers(state))
-        self._display.show(doing, share, _describe_time(state.timestamp), times, numbers)
+        self._display.show(doing, share, _describe_time(state.timestamp), "  ".join(self._numbers(state)))
 
     def _print_line(self, state: State, *, is_new: bool = False) -> None:
         """Print a line if there is no terminal; at most one for each batch, unless there is something new."""
@@ -172,7 +165,10 @@ class Progress:
         if self._live or not self._stopwatch.batches or (batch == self._printed_batch and not is_new):
             return
         self._printed_batch, self._printed_at = batch, time.monotonic()
-        parts = [_describe_time(state.timestamp), *self._numbers(state), *self._times(state)]
+        parts = [_describe_time(state.timestamp), *self._numbers(state), f"{self._stopwatch.seconds:.1f} s"]
+        left = None if state.timestamp.is_finished() else self._pace.seconds_left()
+        if left is not None:
+            parts.append(f"{_describe_seconds(left)} left")
         say("  ".join(parts), file=self._file or sys.stdout, flush=True)
 
 
@@ -225,7 +221,7 @@ def _describe_time(timestamp: Timestamp) -> str:
     return f"{f'{done:.0f}' if is_whole else f'{done:.1f}'}/{duration.value:g} {duration.unit.value}"
 
 
-class _TerminalDisplay:
+class _Display:
     """A bar, which measures the times itself, with the numbers below it, since both do not fit into 80 columns."""
 
     def __init__(self, console: Any) -> None:
@@ -249,9 +245,8 @@ class _TerminalDisplay:
         self._numbers = Text(no_wrap=True, overflow="ellipsis")
         self._live = Live(Group(self._bar, self._numbers), console=console, refresh_per_second=5)
 
-    def show(self, doing: str, share: float | None, done: str, times: str, numbers: str) -> None:
+    def show(self, doing: str, share: float | None, done: str, numbers: str) -> None:
         """Replace the contents; the first call opens the display. The share is `None` if the run has no length."""
-        del times
         self._numbers.plain = numbers
         total = None if share is None else 1.0
         self._bar.update(self._task, description=doing, total=total, completed=share or 0.0, done=done)
@@ -262,30 +257,104 @@ class _TerminalDisplay:
         self._live.stop()
 
 
-class _NotebookDisplay:
-    """A bar in the output of the running cell."""
+class Stopwatch:
+    """An observer that measures wall-clock time and batches from FIT_START on; a new FIT_START starts it again.
+
+    It waits for the device at the beginning and end of evaluations and at FIT_END, so that training and evaluation are
+    separated correctly, but never at a batch.
+
+    Example:
+        >>> watch = Stopwatch()
+        >>> watch.seconds, watch.batches
+        (0.0, 0)
+    """
 
     def __init__(self) -> None:
-        from IPython.display import DisplayHandle  # pyright: ignore[reportMissingImports]
+        self._started: float | None = None
+        self._now = 0.0
+        self._evaluation_began: float | None = None
+        self._evaluating = 0.0
+        self._first_batch = self._batch = 0
 
-        self._handle, self._is_open = DisplayHandle(), False
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start to the last event, evaluations included."""
+        return 0.0 if self._started is None else self._now - self._started
 
-    def show(self, doing: str, share: float | None, done: str, times: str, numbers: str) -> None:
-        """Replace the contents; the first call opens the display."""
-        line = "  ".join([doing, done, times])
-        bar = "" if share is None else f'<div class="bar"><div style="width: {share:.1%}"></div></div>'
-        content = {
-            "text/html": fragment(bar, note(line.replace("  ", " · "), ""), note(numbers.replace("  ", " · "))),
-            "text/plain": f"{line}  {numbers}",
-        }
-        (self._handle.update if self._is_open else self._handle.display)(content, raw=True)
-        self._is_open = True
+    @property
+    def training_seconds(self) -> float:
+        """Seconds from the start to the last event, without evaluations."""
+        current = 0.0 if self._evaluation_began is None else self._now - self._evaluation_began
+        return self.seconds - self._evaluating - current
 
-    def close(self) -> None:
-        """Leave the last contents."""
+    @property
+    def batches(self) -> int:
+        """Number of batches trained on since the start."""
+        return self._batch - self._first_batch
+
+    @property
+    def batches_per_second(self) -> float:
+        """Mean rate of training, without evaluations; 0 before any time has passed."""
+        seconds = self.training_seconds
+        return self.batches / seconds if seconds > 0 else 0.0
+
+    def __call__(self, event: Event, state: State) -> None:
+        """Note the time of an event; any first event starts the watch."""
+        if self._started is None or event is Event.FIT_START:
+            self.__init__()
+            self._started = time.monotonic()
+            is_batch_over = event is Event.BATCH_END
+            self._first_batch = state.timestamp.batch - is_batch_over
+        if event in _WAITS:
+            state.key.sum().item()
+        self._now, self._batch = time.monotonic(), state.timestamp.batch
+        if event is Event.EVAL_BEFORE_ALL:
+            self._evaluation_began = self._now
+        elif event is Event.EVAL_AFTER_ALL and self._evaluation_began is not None:
+            self._evaluating += self._now - self._evaluation_began
+            self._evaluation_began = None
 
 
-def _is_in_notebook() -> bool:
-    """Return whether this runs in a kernel of Jupyter, whose outputs can be replaced; IPython in a terminal is not."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+# Reading any value of the state waits for the work queued on the device.
+_WAITS = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL, Event.FIT_END})
+
+
+class Pace:
+    """Rates over the most recent readings, so that they adapt when the speed of the run changes."""
+
+    def __init__(self, stopwatch: Stopwatch, num_readings: int) -> None:
+        self._stopwatch = stopwatch
+        # Seconds of training, and the time of the run.
+        self._readings: deque[tuple[float, Timestamp]] = deque(maxlen=num_readings)
+
+    def read(self, timestamp: Timestamp) -> None:
+        """Take a reading."""
+        self._readings.append((self._stopwatch.training_seconds, timestamp))
+
+    def clear(self) -> None:
+        """Forget all readings."""
+        self._readings.clear()
+
+    def per_second(self, name: str) -> float | None:
+        """Return the rate of `batch`, `sample` or `token` per second; None before the first progress."""
+        return self._rate(lambda timestamp: getattr(timestamp, name))
+
+    def seconds_left(self) -> float | None:
+        """Return the remaining seconds at this rate, if evaluations take the same share of the time as so far.
+
+        None in a run without a duration, and before the first progress.
+        """
+        rate = self._rate(Timestamp.elapsed)
+        if rate is None:
+            return None
+        training, left = self._stopwatch.training_seconds, 1.0 - (self._readings[-1][1].elapsed() or 0.0)
+        return max(left, 0.0) / rate * (self._stopwatch.seconds / training if training > 0 else 1.0)
+
+    def _rate(self, progress: Callable[[Timestamp], float | None]) -> float | None:
+        if len(self._readings) < 2:
+            return None
+        (began, first), (ended, last) = self._readings[0], self._readings[-1]
+        before, after = progress(first), progress(last)
+        if before is None or after is None or not (after > before and ended > began):
+            return None
+        return (after - before) / (ended - began)

@@ -1,31 +1,27 @@
 """Files of records, which a resumed run continues."""
 
-import csv
 import errno
-import functools
 import io
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from purecompose._support.checks import shown
 from purecompose._support.files import from_json, opened, sync, to_json
-from purecompose._support.messages import escaped
 from purecompose.observers.recorder import Image, Monitor, Recorder
 from purecompose.time import TimeLike
 
 
 class Records(Recorder):
-    """A recorder that writes the records of a run to a file, JSON Lines or CSV depending on its suffix.
+    """A recorder that writes the records of a run to a file, as JSON Lines: one object per line.
 
     There is one record for each batch that is due and one for each evaluation, written in groups; see `Recorder` for
-    their content and the times of writing. The columns of a CSV file are not known in advance: for a new column, the
-    file is replaced by one with that column, in one move.
+    their content and the times of writing. Numbers that are not finite are "nan", "inf" and "-inf" in the file.
 
     A run that **continues** from batch b keeps the records up to b, and removes the records of later batches, which
     will be written again, and a half-written last line. A run that starts from the beginning renames an old file:
@@ -39,15 +35,15 @@ class Records(Recorder):
     A full or read-only disk, or a folder that cannot be created, causes one warning; training continues.
 
     Args:
-        path: The file, `*.jsonl` or `*.csv`; its folder is created if necessary. A relative path is resolved against
-            the current working directory immediately.
+        path: The file, `*.jsonl`; its folder is created if necessary. A relative path is resolved against the current
+            working directory immediately.
         every: Interval between the batches with a record: "10ba", "1ep", "4096sp", ...
         monitors: One or several functions `(state) -> dict`; see `learning_rate`, `memory` and `speed`.
         group: Number of waiting records at which they are written.
         seconds: Seconds after which a waiting record is written, together with the next one.
 
     Raises:
-        ValueError: The suffix is unknown; or, when a run continues, the file does not contain records.
+        ValueError: The suffix is another; or, when a run continues, the file does not contain records.
         ImportError: When an image is written: Pillow is not installed.
         TypeError, ValueError: Another argument has the wrong kind.
 
@@ -74,44 +70,37 @@ class Records(Recorder):
         seconds: float = 10.0,
     ) -> None:
         self.path: Path = Path(path).absolute()  # valid after a change of the working directory
-        sink = _File(self.path, _format_of(self.path, "Records"))
-        super().__init__(sink, every=every, monitors=monitors, group=group, seconds=seconds)
+        if self.path.suffix.lower() != ".jsonl":
+            raise ValueError(f"Records: expected a file name that ends in .jsonl, got {str(path)!r}")
+        super().__init__(_File(self.path), every=every, monitors=monitors, group=group, seconds=seconds)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records in a file of `Records`: dicts of numbers, or of lists of numbers for a population.
 
-    A half-written last line and the empty cells of CSV files are left out.
+    A half-written last line is left out.
 
     Args:
-        path: A file of `Records`: .jsonl or .csv.
+        path: A file of `Records`.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The suffix is unknown, or a line is not a record.
+        ValueError: A line is not a record.
 
     Example::
 
         [record["loss"] for record in read_records("run.jsonl") if "loss" in record]
     """
     path = Path(path)
-    form = _format_of(path, "read_records")
     with opened(path) as file:
-        return [record for _, record in _scan(file, form, str(path)) if record]
-
-
-def _format_of(path: Path, where: str) -> "type[_Format]":
-    form = _FORMATS.get(path.suffix.lower())
-    if form is None:
-        raise ValueError(f"{where}: expected a file name that ends in {' or '.join(_FORMATS)}, got {str(path)!r}")
-    return form
+        return [record for _, record in _scan(file, str(path))]
 
 
 class _File:
     """The file as a sink. If the process is killed, at any point, only the last line may be damaged."""
 
-    def __init__(self, path: Path, form: "type[_Format]") -> None:
-        self._path, self._form = path, form
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._samples = _samples_of(path)
         self._start = 0
         self._is_ready = False
@@ -138,7 +127,7 @@ class _File:
         # The file may already contain an evaluation at the batch from which the run continues.
         new = [record for record in records if record["batch"] > self._start or frozenset(record) not in self._kept]
         if new:
-            self._form.add(self._path, [to_json(record) for record in new])
+            _append(self._path, "".join(f"{json.dumps(to_json(record), allow_nan=False)}\n" for record in new))
             self._unsynced |= {self._path, self._path.parent}
 
     def _without_samples(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +142,7 @@ class _File:
             else:
                 path.write_text(value, encoding="utf-8")
             self._unsynced |= {path, path.parent, self._samples}
-        return {_in_one_line(name): value for name, value in record.items() if name not in samples}
+        return {name: value for name, value in record.items() if name not in samples}
 
     def _prepare(self) -> None:
         self._kept = set()
@@ -174,19 +163,13 @@ class _File:
         """
         with self._path.open("r+b") as file:
             end = 0
-            for end_of_line, record in _scan(file, self._form, str(self._path)):
-                if record.get("batch", 0) > self._start:
+            for end_of_line, record in _scan(file, str(self._path)):
+                if record["batch"] > self._start:
                     break
-                if record.get("batch") == self._start:
+                if record["batch"] == self._start:
                     self._kept.add(frozenset(record))
                 end = end_of_line
             file.truncate(end)
-
-
-@functools.lru_cache(4096)
-def _in_one_line(name: str) -> str:
-    """Return the name of a metric without ends of lines, so that it can be the name of a column."""
-    return escaped(" ".join(name.split()))
 
 
 def _samples_of(path: Path) -> Path:
@@ -212,80 +195,15 @@ def _save_png(path: Path, image: Image) -> None:
     PIL.Image.frombytes("RGB", (width, height), bytes(image.pixels.flatten().tolist())).save(path)
 
 
-class _Format(Protocol):
-    """A file format with one line per record; numbers that are not finite are "nan", "inf" and "-inf"."""
-
-    def parse(self, line: bytes) -> dict[str, Any]:
-        """Return the record in the next line of a file; an empty one for a line of names."""
-        ...
-
-    @staticmethod
-    def add(path: Path, records: list[dict[str, Any]]) -> None:
-        """Add records: all of them, or none if it raises an OSError."""
-        ...
-
-
-class _JsonLines:
-    """One JSON object per line."""
-
-    def parse(self, line: bytes) -> dict[str, Any]:
-        return _checked(from_json(json.loads(line)))
-
-    @staticmethod
-    def add(path: Path, records: list[dict[str, Any]]) -> None:
-        _append(path, "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records))
-
-
-class _Csv:
-    """A table with the names in its first line, and an empty cell if a record has no value.
-
-    The numbers of a population's members share a cell, as a JSON list. New columns are added on the right, which
-    replaces the whole file.
-    """
-
-    def __init__(self) -> None:
-        self._columns: list[str] = []
-
-    def parse(self, line: bytes) -> dict[str, Any]:
-        cells = _cells(line)
-        if self._columns:
-            named = zip(self._columns, cells, strict=True)
-            return _checked({name: _from_cell(cell) for name, cell in named if cell})
-        if "batch" not in cells:
-            raise ValueError("no column is called batch")
-        self._columns = cells
-        return {}
-
-    @staticmethod
-    def add(path: Path, records: list[dict[str, Any]]) -> None:
-        columns = []
-        if path.exists():
-            with path.open("rb") as file:
-                columns = _cells(file.readline())
-        known = set(columns)
-        new = list(dict.fromkeys(name for record in records for name in record if name not in known))
-        rows = _lines([[_to_cell(record.get(column)) for column in (*columns, *new)] for record in records])
-        if not columns:
-            _append(path, _lines([new]) + rows)
-        elif not new:
-            _append(path, rows)
-        else:
-            _widen(path, _lines([[*columns, *new]]), len(new), rows)
-
-
-_FORMATS: dict[str, type[_Format]] = {".jsonl": _JsonLines, ".csv": _Csv}
-"""The formats by the suffix of a file's name."""
-
-
-def _scan(file: BinaryIO, form: type[_Format], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the records of a file, each with the offset of its line's end, up to a line without an end."""
-    parser, end = form(), 0
+    end = 0
     for number, line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
             return  # a process was killed while it wrote this line
         try:
-            record = parser.parse(line)
-        except (ValueError, TypeError, RecursionError, csv.Error) as error:
+            record = _checked(from_json(json.loads(line)))
+        except (ValueError, RecursionError) as error:
             text = line[:60].decode("utf-8", "replace").rstrip()
             raise ValueError(
                 f"{name}, line {number}: expected a record of a run, got {text!r} ({error}); "
@@ -318,44 +236,3 @@ def _append(path: Path, text: str) -> None:
             with suppress(OSError):
                 file.truncate(size)
             raise
-
-
-def _widen(path: Path, header: str, num_new: int, rows: str) -> None:
-    """Replace a file by one with the new columns and rows."""
-    path = path.resolve()  # the target of a link is replaced, not the link
-    new_path = path.with_name(path.name + ".new")
-    try:
-        with path.open("rb") as old, new_path.open("wb") as new:
-            old.readline()
-            new.write(header.encode())
-            new.writelines(line.rstrip(b"\r\n") + b"," * num_new + b"\n" for line in old)
-            new.write(rows.encode())
-        sync(new_path)
-        new_path.replace(path)
-    except OSError:
-        with suppress(OSError):
-            new_path.unlink()
-        raise
-
-
-def _cells(line: bytes) -> list[str]:
-    return next(csv.reader([line.decode()]), [])
-
-
-def _lines(rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def _to_cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list) else value
-
-
-def _from_cell(cell: str) -> Any:
-    if cell in ("True", "False"):
-        return cell == "True"
-    try:
-        return from_json(cell if cell in ("nan", "inf", "-inf") else json.loads(cell))
-    except ValueError:
-        raise ValueError(f"expected a number, got {shown(cell)}") from None

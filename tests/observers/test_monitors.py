@@ -16,8 +16,8 @@ from purecompose.observers import (
     learning_rate,
     memory,
     moments,
+    progress,
     speed,
-    stopwatch,
     updates,
 )
 from tests.observers.observer_helpers import Kept, at, make_batches, make_population, make_state
@@ -92,7 +92,7 @@ def test_the_memory_is_that_of_the_process() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     fake = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(stopwatch, "time", types.SimpleNamespace(monotonic=lambda: fake.now))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: fake.now))
     return fake
 
 

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -75,31 +74,11 @@ def test_batches_that_are_not_due_are_not_checked() -> None:
         guard.flush()
 
 
-def with_bad(state: State, **values: Any) -> State:
-    params = {name: param.clone() for name, param in state.params.items()}
-    for name, place in values.items():
-        params[name][place] = math.nan
-    return state.replace(params=params)
-
-
-def test_bad_parameters_are_named() -> None:
-    guard = NaNs(check="params")
-    feed(guard, [1.0, 1.0], with_bad(make_state(), bias=0))
-    with pytest.raises(FloatingPointError, match="^batch 1: not finite: bias of 2 parameters$"):
-        guard.flush()
-    feed(guard, [1.0, 1.0])
-    guard.flush()
-
-
 def test_members_are_named() -> None:
-    guard = NaNs(check="params")
-    state = with_bad(make_population(3), weight=(1, 0, 0), bias=(2, 0))
-    guard(Event.BATCH_END, at(state, 1, loss=torch.tensor([1.0, math.nan, math.inf])))
-    with pytest.raises(FloatingPointError) as caught:
+    guard = NaNs()
+    guard(Event.BATCH_END, at(make_population(3), 1, loss=torch.tensor([1.0, math.nan, math.inf])))
+    with pytest.raises(FloatingPointError, match="^batch 1: the loss of member 1 is nan, 2 is inf$"):
         guard.flush()
-    assert str(caught.value) == (
-        "batch 1: the loss of member 1 is nan, 2 is inf; not finite: weight (member 1), bias (member 2) of 2 parameters"
-    )
 
 
 def test_overwritten_tensors_are_not_read_afterwards() -> None:

@@ -3,7 +3,6 @@
 import gc
 import io
 import re
-import sys
 import types
 
 import pytest
@@ -24,7 +23,7 @@ from purecompose import (
     optim,
     population,
 )
-from purecompose.observers import History, Progress, progress, stopwatch
+from purecompose.observers import History, Progress, progress
 from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
@@ -96,8 +95,7 @@ def test_every_evaluation_has_its_line_with_all_evaluators() -> None:
 @pytest.mark.parametrize(("epoch", "lines"), [(100, [30, 60, 90]), (20, [20, 40, 60, 80]), (70, [30, 60, 70])])
 def test_lines_come_seldom_within_an_epoch(monkeypatch, epoch: int, lines: list[int]) -> None:
     now, file = [0.0], io.StringIO()
-    for module in (stopwatch, progress):
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     shown, state = Progress(file=file), make_state("100ba")
     shown(Event.FIT_START, at(state, 0))
     for batch in range(1, 100):
@@ -127,40 +125,6 @@ def test_a_live_display_shows_the_run_and_closes() -> None:
     assert "3.0/3 ep" in plain and "trained" in plain and "accuracy" in plain and "ba/s" in plain
     assert text.count(HIDE_CURSOR) == text.count(SHOW_CURSOR) == 1
     assert text.rindex(SHOW_CURSOR) > text.rindex("3.0/3 ep")
-
-
-class FakeHandle:
-    """The handle of an output in a notebook."""
-
-    outputs: list[dict[str, str]]
-
-    def display(self, content: dict[str, str], *, raw: bool) -> None:
-        assert raw
-        self.outputs.append(content)
-
-    def update(self, content: dict[str, str], *, raw: bool) -> None:
-        assert raw
-        self.outputs[-1] = content
-
-
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """Pretend to be in a notebook, and return its outputs."""
-    monkeypatch.setattr(FakeHandle, "outputs", outputs := [], raising=False)
-    shell = types.SimpleNamespace(kernel=object())
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(DisplayHandle=FakeHandle))
-    return outputs
-
-
-def test_in_a_notebook_there_is_one_output_for_each_run(notebook: list[dict[str, str]], capsys) -> None:
-    progress = Progress()
-    run(progress)
-    run(progress, "6ba")
-    first, second = notebook
-    assert "trained  3.0/3 ep" in first["text/plain"] and "accuracy" in first["text/html"]
-    assert "trained  6/6 ba" in second["text/plain"] and 'style="width: 100.0%"' in second["text/html"]
-    assert capsys.readouterr().out == ""
 
 
 def failing(event: Event, state: State) -> None:
@@ -206,8 +170,7 @@ def test_a_populations_numbers_are_shown_as_ranges() -> None:
 @pytest.mark.parametrize(("batch_seconds", "left"), [(1.0, "58 s"), (60.0, "58 min"), (150.0, "2 h 25 min")])
 def test_a_resumed_run_shows_the_time_that_the_rest_takes(monkeypatch, batch_seconds: float, left: str) -> None:
     now, file = [0.0], io.StringIO()
-    for module in (stopwatch, progress):
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     shown, state = Progress(file=file), make_state("100ba")
     shown(Event.FIT_START, at(state, 40))
     for batch in (41, 42):

@@ -24,7 +24,7 @@ from purecompose import (
     schedule,
     stack_states,
 )
-from purecompose.observers import History, NaNs, Progress, Recorder, learning_rate, memory, nans, progress, speed
+from purecompose.observers import History, NaNs, Progress, Recorder, learning_rate, memory, progress, speed
 from purecompose.observers.recorder import Due
 from purecompose.time import RunLength, Timestamp
 from tests.observers.observer_helpers import Kept, at, count_reads, make_batches, make_population, make_state
@@ -292,7 +292,7 @@ def recorder(**options: Any) -> Recorder:
         (recorder, 3),  # one for each of the three epochs
         # One group of losses and of rates for each epoch; the speed's stopwatch waits at FIT_END.
         (lambda: recorder(monitors=[learning_rate(), memory(), speed()]), 4),
-        (lambda: NaNs(check="params"), 6),  # the losses and the parameters of each epoch
+        (NaNs, 3),
         # The first batch, the ends of the epochs and of the run.
         (lambda: Progress(file=io.StringIO()), 7),
     ],
@@ -301,7 +301,7 @@ def recorder(**options: Any) -> Recorder:
 def test_values_are_read_once_an_epoch(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], num_reads: int
 ) -> None:
-    monkeypatch.setattr(nans, "_SECONDS", math.inf)
+    monkeypatch.setattr("purecompose.observers.recorder._SECONDS", math.inf)
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_READS", math.inf)
     state, read = (
         make_state("60ba", optim.sgd(schedule.hparam("lr", 0.5) * schedule.linear())),

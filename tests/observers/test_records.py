@@ -1,6 +1,5 @@
 """Files of records: their contents after every kind of end and when a run is resumed."""
 
-import csv
 import errno
 import json
 import math
@@ -13,12 +12,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from purecompose import Checkpoints, Evaluator, Event, State, compose, fit, loop_events, metrics
-from purecompose._support.files import to_json
 from purecompose.observers import History, Records, read_records, records as files
 from tests.observers.observer_helpers import at, make_batches, make_state
-
-
-SUFFIXES = pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 
 
 def run(path: Path, state: State | None = None, duration: str = "3ep", **options: Any) -> State:
@@ -38,11 +33,10 @@ def no_constants(name: str) -> None:
     raise AssertionError(f"{name} is not valid JSON")
 
 
-@SUFFIXES
-def test_a_file_holds_the_runs_records(tmp_path: Path, suffix: str) -> None:
+def test_a_file_holds_the_runs_records(tmp_path: Path) -> None:
     history = History()
     evaluator = Evaluator(make_batches(), {"accuracy": metrics.accuracy})
-    records = Records(tmp_path / "deep" / "er" / f"run.{suffix}", group=3)
+    records = Records(tmp_path / "deep" / "er" / "run.jsonl", group=3)
     fit(compose(loop_events), make_state(), make_batches(), evaluate=evaluator, observers=[history, records])
     found = read_records(records.path)
     assert [r.pop("time/sample") for r in found] == [8 * r["batch"] for r in history.records]
@@ -50,9 +44,8 @@ def test_a_file_holds_the_runs_records(tmp_path: Path, suffix: str) -> None:
     assert all(type(r["batch"]) is int for r in found)
 
 
-@SUFFIXES
-def test_a_run_resumed_after_a_kill_ends_with_the_file_of_an_unbroken_run(tmp_path: Path, suffix: str) -> None:
-    whole, killed = tmp_path / f"whole.{suffix}", tmp_path / f"killed.{suffix}"
+def test_a_run_resumed_after_a_kill_ends_with_the_file_of_an_unbroken_run(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     run(whole)
     middle = run(killed, duration="5ba")  # the state of a checkpoint after batch 5
     run(killed, middle)
@@ -70,9 +63,8 @@ def test_a_run_resumed_after_a_kill_ends_with_the_file_of_an_unbroken_run(tmp_pa
     assert [record for record in found if record is not evaluation] == read_records(whole)
 
 
-@SUFFIXES
-def test_an_evaluation_that_is_already_recorded_is_not_written_twice(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"run.{suffix}"
+def test_an_evaluation_that_is_already_recorded_is_not_written_twice(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
     run(path, duration="1ep")
     before = read_records(path)
     records = Records(path)
@@ -85,15 +77,14 @@ def test_an_evaluation_that_is_already_recorded_is_not_written_twice(tmp_path: P
     assert read_records(path)[:-1] == before and "small/accuracy" in read_records(path)[-1]
 
 
-@SUFFIXES
-def test_a_new_run_renames_the_old_file(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"run.{suffix}"
+def test_a_new_run_renames_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
     texts = []
     for duration in ("1ba", "2ba", "3ba"):
         run(path, duration=duration)
         texts.append(path.read_bytes())
-    assert (tmp_path / f"run.1.{suffix}").read_bytes() == texts[0]
-    assert (tmp_path / f"run.2.{suffix}").read_bytes() == texts[1]
+    assert (tmp_path / "run.1.jsonl").read_bytes() == texts[0]
+    assert (tmp_path / "run.2.jsonl").read_bytes() == texts[1]
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -123,40 +114,20 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\x00"), min
 values = st.dictionaries(names, numbers | st.lists(numbers, min_size=1, max_size=3), max_size=4)
 
 
-@SUFFIXES
 @given(records=st.lists(values, max_size=6), cuts=st.sets(st.integers(0, 6)))
-def test_any_records_come_back(
-    tmp_path_factory: Any, suffix: str, records: list[dict[str, Any]], cuts: set[int]
-) -> None:
+def test_any_records_come_back(tmp_path_factory: Any, records: list[dict[str, Any]], cuts: set[int]) -> None:
     """The numbers, the names and the number of groups are arbitrary."""
-    path = tmp_path_factory.mktemp("records") / f"run.{suffix}"
+    path = tmp_path_factory.mktemp("records") / "run.jsonl"
     records = [{"batch": batch, "epoch": 0, **record} for batch, record in enumerate(records)]
     places = sorted({0, *cuts, len(records)})
+    sink = files._File(path)
+    sink.begin(-1)
     for start, end in zip(places, places[1:], strict=False):
-        if records[start:end]:
-            files._format_of(path, "").add(path, [to_json(record) for record in records[start:end]])
+        sink.write(records[start:end])
     if not records:
         path.touch()
     # repr tells -0.0 from 0.0, True from 1, and finds NaN equal to itself.
     assert repr([sorted(r.items()) for r in read_records(path)]) == repr([sorted(r.items()) for r in records])
-
-
-def test_a_new_column_of_a_csv_file_comes_on_the_right(tmp_path: Path) -> None:
-    path = tmp_path / "run.csv"
-    with Records(path, group=2) as records:
-        for batch in range(1, 5):
-            found = {"norm": torch.tensor(0.5)} if batch > 2 else {}
-            records(Event.BATCH_END, at(make_state(), batch, loss=torch.tensor(float(batch)), metrics=found))
-    with path.open(newline="") as file:
-        rows = list(csv.reader(file))
-    assert rows == [
-        ["batch", "epoch", "time/sample", "loss", "norm"],
-        ["1", "0", "8", "1.0", ""],
-        ["2", "0", "16", "2.0", ""],
-        ["3", "0", "24", "3.0", "0.5"],
-        ["4", "0", "32", "4.0", "0.5"],
-    ]
-    assert [p.name for p in tmp_path.iterdir()] == ["run.csv"]
 
 
 class FullFile:
@@ -196,12 +167,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-@SUFFIXES
 @pytest.mark.parametrize("room", [0, 7, 150])
-def test_a_full_disk_brings_one_warning_and_training_goes_on(
-    tmp_path: Path, disk: dict[str, int], suffix: str, room: int
-) -> None:
-    path = tmp_path / f"run.{suffix}"
+def test_a_full_disk_brings_one_warning_and_training_goes_on(tmp_path: Path, disk: dict[str, int], room: int) -> None:
+    path = tmp_path / "run.jsonl"
     disk["room"] = room
     with pytest.warns(RuntimeWarning, match="No space left on device. Training continues") as warned:
         state = run(path, group=2)
@@ -209,14 +177,10 @@ def test_a_full_disk_brings_one_warning_and_training_goes_on(
     assert state.timestamp.batch == 12
     text = path.read_bytes() if path.exists() else b""
     assert len(text) <= room and (not text or text.endswith(b"\n"))  # nothing half-written
-    assert not list(tmp_path.glob("*.new"))
 
 
-@SUFFIXES
-def test_records_that_met_a_full_disk_are_written_when_it_has_room_again(
-    tmp_path: Path, disk: dict[str, int], suffix: str
-) -> None:
-    path = tmp_path / f"run.{suffix}"
+def test_records_that_met_a_full_disk_are_written_when_it_has_room_again(tmp_path: Path, disk: dict[str, int]) -> None:
+    path = tmp_path / "run.jsonl"
     records = Records(path, group=2)
     with pytest.warns(RuntimeWarning, match="No space left"):
         for batch in range(1, 11):
@@ -225,9 +189,8 @@ def test_records_that_met_a_full_disk_are_written_when_it_has_room_again(
     assert [record["batch"] for record in read_records(path)] == list(range(1, 11))
 
 
-@SUFFIXES
-def test_a_file_that_holds_no_records_is_not_touched(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"notes.{suffix}"
+def test_a_file_that_holds_no_records_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "notes.jsonl"
     path.write_text("milk\nbread\n")
     with pytest.raises(ValueError, match=r"notes.*line 1.*expected a record of a run, got 'milk'"):
         Records(path)(Event.FIT_START, at(make_state(), 8))
