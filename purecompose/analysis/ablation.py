@@ -28,10 +28,9 @@ from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, see
 from purecompose.records import RunFolder
 from purecompose.records.layout import read_json, write_json, write_text
 from purecompose.run.evaluation import Evaluator
-from purecompose.run.fit import fit
+from purecompose.run.fit import fit, start_of_run
 from purecompose.run.rules import mode_of
 from purecompose.run.saving.comparison import describe
-from purecompose.run.start import start_of_run
 from purecompose.time.event import Event
 
 

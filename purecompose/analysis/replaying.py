@@ -26,7 +26,8 @@ from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records
 from purecompose.records.layout import RECORDS
 from purecompose.run.evaluation import Evaluator, Observer
-from purecompose.run.outer import Run
+from purecompose.run.fit import start_of_run
+from purecompose.run.outer import Run, Settings
 from purecompose.run.rules import Adjuster, Stopper, with_modes
 from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
@@ -34,7 +35,6 @@ from purecompose.run.saving.comparison import describe, differences, environment
 from purecompose.run.saving.files import time_from_plain
 from purecompose.run.saving.folder import CHECKPOINTS, Found, all_in
 from purecompose.run.saving.leaves import POSITION
-from purecompose.run.start import evaluation_step, start_of_run
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.units import named_time
@@ -125,7 +125,7 @@ class RecordedRun:
         """The state from which the run started, with all memory."""
         # The length of a run in seconds is not in its checkpoints; each state is given that of its own checkpoint.
         duration = self.checkpoints[-1].index.time["duration"] or f"{self.last_batch + 1}ba"
-        return start_of_run(self.step, self.state, self.data, self.stop, self.adjust, duration)[0]  # pyright: ignore
+        return start_of_run(self.step, self.state, self.data, (*self.stop, *self.adjust), duration)[0]  # pyright: ignore
 
     @cached_property
     def losses(self) -> dict[int, Any]:
@@ -393,12 +393,13 @@ def states_from(
     decides = bool(run.stop or run.adjust)
     loop = Run(
         run.step,
-        evaluation_step(run.step),
         run.data,
-        run.evaluate if decides else (),  # pyright: ignore[reportArgumentType]
-        (_compared_with_records(run), *observers),
-        run.stop,  # pyright: ignore[reportArgumentType]
-        run.adjust,  # pyright: ignore[reportArgumentType]
+        Settings(
+            run.evaluate if decides else (),  # pyright: ignore[reportArgumentType]
+            (_compared_with_records(run), *observers),
+            run.stop,  # pyright: ignore[reportArgumentType]
+            run.adjust,  # pyright: ignore[reportArgumentType]
+        ),
         is_adaptive=run.microbatches is not None,
         memory=loaded.memory,
         metrics=loaded.metrics,

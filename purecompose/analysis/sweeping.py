@@ -29,9 +29,8 @@ from purecompose.observers import History
 from purecompose.records import RunFolder, read_run
 from purecompose.records.layout import CONFIG
 from purecompose.run.evaluation import Evaluator, Observer
-from purecompose.run.fit import fit
+from purecompose.run.fit import fit, start_of_run
 from purecompose.run.rules import mode_of
-from purecompose.run.start import start_of_run
 from purecompose.schedule import Hparam, hparam
 from purecompose.schedule.scalar import Product, factors_of
 from purecompose.transforms.compilation import CompiledStep

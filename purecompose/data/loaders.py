@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -297,17 +297,20 @@ def _tell_epoch(data: Any, epoch: int) -> None:
 _END = object()
 
 
+S = TypeVar("S")
+
+
 @dataclass(frozen=True)
-class StateStream:
+class StateStream(Generic[S]):
     """Endless data, whose batches are made from the state; see `stream`.
 
     Attributes:
         fn: `state -> batch`.
     """
 
-    fn: Callable[[Any], Any]
+    fn: Callable[[S], Any]
 
-    def batch(self, state: Any) -> Any:
+    def batch(self, state: S) -> Any:
         """Return the batch for the next step from this state.
 
         Raises:
@@ -322,7 +325,7 @@ class StateStream:
         return made
 
 
-def stream(fn: Callable[[Any], Any]) -> StateStream:
+def stream(fn: Callable[[S], Any]) -> StateStream[S]:
     """Return data for `fit` that are made from the state as the run proceeds, one batch before each step.
 
     Batches are not prefetched, so `fn` sees the weights that the batch will train. It draws from `state.rng(name)`, a

@@ -209,6 +209,10 @@ class Evaluator:
         """The metrics by their names in records, "label/name"; `None` for the loss of the state."""
         return {f"{self.label}/{name}": metric for name, metric in (self.metrics or {"loss": None}).items()}
 
+    def measured(self, loss: Any) -> dict[str, Metric]:
+        """Return the metrics by name, adapted to a state's loss."""
+        return {name: of_loss(metric, loss) for name, metric in (self.metrics or {"loss": mean_loss()}).items()}
+
 
 def check_other_data(evaluators: Iterable[Evaluator], data: Any) -> None:
     """Raise `ValueError` if an evaluator would move the position of the training data, which checkpoints hold."""
@@ -268,6 +272,7 @@ def evaluate(
         raise TypeError(f"evaluate(state, data): expected a State first, got {shown(state)}")
     evaluator = Evaluator(data, metrics or {}, num_batches=num_batches)
     inner = _sibling(step, eval_events, state)
+    warn_of_missing_terms([evaluator], state, inner)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
     result = run_evaluator(evaluator, begun, inner, trained_by=step)
     inner.fire(Event.EVAL_STANDALONE_END, begun)
@@ -290,8 +295,7 @@ def run_evaluator(
         The evaluation's own state. Its `metrics` contain the values as "label/name": 0-d tensors on the state's
         device, or tensors of shape (n,) for a population of n.
     """
-    metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss()}
-    metrics = {name: of_loss(metric, state.context.loss) for name, metric in metrics.items()}
+    metrics = evaluator.measured(state.context.loss)
     seen = _SEEN.setdefault(step, collections.defaultdict(set))[evaluator.label]
     totals = Totals(metrics, state, None if trained_by is None else trained_by.ranks, seen)
     with torch.no_grad(), totals.guarded():
@@ -313,8 +317,6 @@ def run_evaluator(
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an exhausted iterator?")
         values = {f"{evaluator.label}/{name}": value for name, value in totals.values().items()}
-        if totals.takes_loss:
-            _warn_of_missing_terms(evaluator, step)
         return notify(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 
 
@@ -364,14 +366,15 @@ def _as_metric(name: str, given: Any) -> Metric:
     return metric
 
 
-def _warn_of_missing_terms(evaluator: Evaluator, step: Step) -> None:
+def warn_of_missing_terms(evaluators: Iterable[Evaluator], state: State, step: Step) -> None:
     """Warn of algorithms that change the training loss, but not that of an evaluation."""
     names = [algorithm.name for algorithm in step.algorithms if Trait.EDITS_LOSS in algorithm.traits]
-    if names:
+    labels = [one.label for one in evaluators if any(m.takes_loss for m in one.measured(state.context.loss).values())]
+    if names and labels:
         warn(
-            f"the loss of evaluator {evaluator.label!r} lacks what {', '.join(names)} did to the training loss at "
-            "AFTER_LOSS: put such a term into the loss itself, or give the evaluator other metrics than the state's "
-            "loss"
+            f"the loss of evaluator {', '.join(map(repr, labels))} lacks what {', '.join(names)} did to the training "
+            "loss at AFTER_LOSS: put such a term into the loss itself, or give the evaluator other metrics than the "
+            "state's loss"
         )
 
 

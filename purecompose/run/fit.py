@@ -1,4 +1,4 @@
-"""`fit` and `training`: check the settings of a run, then run the loop of `outer`.
+"""`fit` and `training`: check the settings of a run, give its state a length and all memory, and run the loop.
 
 A loop of fifteen lines could do the same: it reads batches, calls the step, and fires the events outside the step.
 """
@@ -6,29 +6,33 @@ A loop of fifteen lines could do the same: it reads batches, calls the step, and
 from __future__ import annotations
 
 import inspect
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from purecompose._support.checks import check_keywords
+from purecompose._support.checks import check_keywords, is_callable_with, shown
 from purecompose._support.messages import naming_urls, warn
+from purecompose.combinations import unsupported
+from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.facts import describe_data, differences
+from purecompose.data.facts import check_batches, describe_data, differences, length_of
 from purecompose.data.loaders import StateStream, own_order
 from purecompose.errors import CheckpointWarning, MismatchError, SkippingWarning
-from purecompose.run.evaluation import Evaluator, Observer
-from purecompose.run.outer import EpochData, Run
-from purecompose.run.rules import Adjuster, Stopper
+from purecompose.run.evaluation import Evaluator, Observer, check_other_data, warn_of_missing_terms
+from purecompose.run.outer import EpochData, Run, Settings
+from purecompose.run.rules import Adjuster, Stopper, mode_of, with_modes
 from purecompose.run.saving.checkpoint import Resumed, restore_extra, resumed_from, resumed_from_newest
 from purecompose.run.saving.keeping import Checkpoints, Keeper
 from purecompose.run.saving.leaves import POSITION
 from purecompose.run.saving.remote import fetched
-from purecompose.run.start import check_arguments, check_ends_together, checked, evaluation_step, start_of_run, with_run
-from purecompose.time import Time, Timestamp
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
+from purecompose.time.units import named_time
 
 
 P = ParamSpec("P")
@@ -55,31 +59,28 @@ def _states(
     Args:
         defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
     """
-    check_arguments(step, state, data, microbatches, resume)
-    settings = checked(step, state, data, evaluate, observers, stop, adjust, checkpoints)
-    state, budget = start_of_run(step, state, data, settings.stoppers, settings.adjusters, duration)
+    _check_arguments(step, state, data, microbatches, resume)
+    settings = _checked(step, state, evaluate, observers, stop, adjust)
+    checkpoints = _checked_checkpoints(checkpoints, step, state, data, settings)
+    state, budget = start_of_run(step, state, data, settings.watchers, duration)
     if step.ranks is not None:
-        check_ends_together(budget, microbatches)
-    keeper = None if settings.checkpoints is None else Keeper(settings.checkpoints)
+        _check_ends_together(budget, microbatches)
+    keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
         if keeper is not None:
             keeper.open(state, step)
         is_adaptive = microbatches is not None
         resumed, position = _resumed(keeper, state, step, data, resume, ["microbatches"] * is_adaptive)
         if resumed is not None:
-            state = step.fire(Event.AFTER_LOAD, with_run(resumed.state, state.timestamp.run))
+            state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
         if keeper is not None:
             keeper.begin(state, step, from_here=resumed if resume == "auto" else None)
         run = Run(
             step,
-            evaluation_step(step),
             data,
-            settings.evaluators,
-            settings.observers,
-            settings.stoppers,
-            settings.adjusters,
+            settings,
             keeper,
             budget,
             is_adaptive=is_adaptive,
@@ -88,10 +89,6 @@ def _states(
             position=position,
         )
         yield from run.states(state, defers_signals=defers_signals)
-    except Exception:
-        if keeper is not None:
-            keeper.give_up()
-        raise
     finally:
         if keeper is not None:
             keeper.close()
@@ -118,7 +115,7 @@ _INSTEAD = {
 
 
 @_declare(_states)
-def fit(step: Any, state: Any, data: Any = None, **settings: Any) -> State:
+def fit(step: Step, state: State, data: Any = None, **settings: Any) -> State:
     """Train from the time of the state until the run's length is reached.
 
     Args:
@@ -176,7 +173,7 @@ def fit(step: Any, state: Any, data: Any = None, **settings: Any) -> State:
 
 
 @_declare(_states)
-def training(step: Any, state: Any, data: Any = None, **settings: Any) -> Iterator[State]:
+def training(step: Step, state: State, data: Any = None, **settings: Any) -> Iterator[State]:
     """Return the run of `fit` as a generator of states, for your own outer loop.
 
     Yields the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and
@@ -251,3 +248,164 @@ def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
     reason = own_order(data, has_position=POSITION in resumed.index.memory or now.batch_in_epoch > 0)
     if reason is not None and now.batch > 0:
         warn(f"continuing from batch {now.batch}: {reason}", SkippingWarning)
+
+
+def _check_arguments(step: Step, state: State, data: Any, microbatches: Any, resume: Any) -> None:
+    """Raise unless these are a step, a state, batches, a valid number of microbatches, and a place to resume from."""
+    if not isinstance(step, Step) or not isinstance(state, State):
+        came = f"{type(step).__name__}, {type(state).__name__}"
+        raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
+    if not step.has_advance:
+        raise ValueError(
+            "fit: the step's program has no `advance`, so time would stand still and training never end; "
+            "put `advance` after `update` and before Event.BATCH_END, as loop_events does"
+        )
+    if not isinstance(data, StateStream):
+        check_batches(data, "fit: data")
+    if microbatches not in (None, "auto"):
+        raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
+    if resume is not None and not isinstance(resume, (str, Path)):
+        raise TypeError(f"resume: expected 'auto' or the path of a checkpoint, got {shown(resume)}")
+
+
+def _several(given: Any, role: str, example: str, is_right: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """Return one or several objects, of which a function tells whether they are of the right kind, as a tuple."""
+    if given is None:
+        return ()
+    # Batches in place of an evaluator are a common slip. They are not iterated, which might load a whole data set.
+    is_many = isinstance(given, (Collection, Iterator)) and not isinstance(given, str) and not is_right(given)
+    members = tuple(given) if is_many else (given,)
+    for member in members:
+        if isinstance(member, type) or not is_right(member):
+            raise TypeError(f"{role}: expected {example}, or several, got {shown(member)}")
+    return members
+
+
+def _checked(step: Step, state: State, evaluate: Any, observers: Any, stop: Any, adjust: Any) -> Settings:
+    """Return the settings of a run as tuples, with the modes of their metrics; see `fit` for the arguments."""
+    example = "Evaluator(data, metrics), such as Evaluator(test_batches, {'accuracy': pc.metrics.accuracy})"
+    evaluators = _several(evaluate, "evaluate", example, lambda one: isinstance(one, Evaluator))
+    twice = [label for label, count in Counter(one.label for one in evaluators).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics would be confused; give one of them "
+            "another label, as in Evaluator(validation_batches, metrics, label='validation')"
+        )
+    warn_of_missing_terms(evaluators, state, step)
+    example = "a function (event, state) -> None"
+    observers = _several(observers, "observers", example, lambda one: is_callable_with(one, 2))
+    stoppers = _several(stop, "stop", 'EarlyStopping("eval/loss")', lambda one: hasattr(one, "is_over"))
+    if stoppers and state.key.ndim > 1:
+        raise unsupported("a population", "stopping rules", "stop")
+    names = [stopper.name for stopper in stoppers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"stop: two stopping rules have the same name: {', '.join(names)}")
+    adjusters = _several(adjust, "adjust", 'ReduceOnPlateau("eval/loss")', lambda one: hasattr(one, "see"))
+    for role, watchers in (("stop", stoppers), ("adjust", adjusters)):
+        for one in watchers:
+            _check_reported(one.metric, f"{role}: {one.name.removeprefix('.')}", evaluators, step)
+    if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
+        warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
+    reporters = (*evaluators, *step.algorithms)
+    return Settings(evaluators, observers, with_modes(stoppers, reporters), with_modes(adjusters, reporters))
+
+
+def _checked_checkpoints(given: Any, step: Step, state: State, data: Any, settings: Settings) -> Checkpoints | None:
+    """Return the settings of the checkpoints, with the mode of the metric that decides which is the best."""
+    if given is None:
+        return None
+    if not isinstance(given, Checkpoints):
+        raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(given)}")
+    check_other_data(settings.evaluators, data)
+    if given.best is None:
+        return given
+    if state.key.ndim > 1:
+        raise unsupported("a population", "checkpoints chosen by a metric", "checkpoints: best")
+    _check_reported(given.best, "checkpoints: best", settings.evaluators, step)
+    return replace(given, mode=mode_of(given.best, given.mode, (*settings.evaluators, *step.algorithms)))
+
+
+def _check_reported(metric: str, where: str, evaluators: Iterable[Evaluator], step: Step) -> None:
+    """Raise for a metric that nothing reports; those of algorithms are known only when the first are due."""
+    known = [name for one in evaluators for name in one.reported]
+    own = {"train", *(algorithm.name for algorithm in step.algorithms)}
+    if metric not in known and metric.partition("/")[0] not in own:
+        raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
+
+
+def _check_ends_together(budget: float, microbatches: str | None) -> None:
+    """Raise for settings with which one of several processes could continue or end without the others."""
+    if microbatches:
+        raise ValueError(
+            "microbatches='auto': one process that tries again would leave the others waiting; give a number"
+        )
+    if budget < math.inf:
+        raise ValueError(
+            f"duration={budget:g}s: processes that share their batches must end after the same one, and clocks differ; "
+            "give a number of batches or epochs"
+        )
+
+
+def start_of_run(
+    step: Step, state: State, data: Any, watchers: Iterable[Adjuster] = (), duration: Time | str | None = None
+) -> tuple[State, float]:
+    """Return the state from which a run starts, with its length and all memory, and the budget in seconds.
+
+    Args: see `fit`.
+    """
+    state, budget = _with_duration(state, duration)
+    state = _with_epoch_length(state, data)
+    if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
+        state = step.init(state)
+    for watcher in watchers:
+        state = watcher.init(state)
+    return state, budget
+
+
+def _with_duration(state: State, duration: Time | str | None) -> tuple[State, float]:
+    """Return the state with the run's length, and the budget of this call in seconds."""
+    run = state.timestamp.run
+    wanted = run.duration if duration is None else named_time(duration, "fit: duration")
+    if wanted is None:
+        raise ValueError("no duration: give State.create or fit one, such as duration='20ep'")
+    if wanted.unit is TimeUnit.SECOND:
+        return state, float(wanted.value)
+    return _with_run(state, RunLength(wanted, run.batches_per_epoch)), math.inf
+
+
+def _with_epoch_length(state: State, data: Any) -> State:
+    """Return the state with the epoch's length, taken from sized data if unknown, otherwise checked against them."""
+    run = state.timestamp.run
+    length = length_of(data)
+    if length == 0:
+        raise ValueError("the data has no batch: an epoch of length 0 would never end")
+    if run.batches_per_epoch is None:
+        if isinstance(data, StateStream) and run.duration is not None and run.duration.unit is TimeUnit.EPOCH:
+            raise ValueError(
+                f"the run is counted in epochs ({run}), and data.stream has none: give State.create(batches_per_epoch="
+                '...), or a duration in batches, such as "1000ba"'
+            )
+        return _with_run(state, RunLength(run.duration, length))
+    if length is not None and length < run.batches_per_epoch:
+        raise ValueError(
+            f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "
+            "leave batches_per_epoch out, or make it at most the data's length"
+        )
+    return state
+
+
+def _with_run(state: State, run: RunLength) -> State:
+    """Return the state with another length of its run; warn if that changes a schedule in the middle of the run."""
+    now, later = state.timestamp, state.timestamp.replace(run=run)
+    if now.batch > 0 and now.run.duration not in (None, run.duration):
+        for schedule in state.context.schedules:
+            before = after = 0.0
+            with suppress(Exception):  # a list of rates may end with the run
+                before, after = schedule(now), schedule(later)
+            if not math.isclose(before, after, rel_tol=1e-6, abs_tol=1e-9):
+                warn(
+                    f"the run is {run.duration} long, and was {now.run.duration}: at batch {now.batch} {schedule!r} is "
+                    f"{after:.4g}, and was {before:.4g}. It follows the run's length unless it is given one, as in "
+                    f"schedule.cosine(t_max={str(now.run.duration)!r})"
+                )
+    return state if run == now.run else state.replace(timestamp=later)

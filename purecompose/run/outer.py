@@ -9,26 +9,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
 from purecompose._support.messages import with_urls
 from purecompose.core.compose import Step
+from purecompose.core.loop import eval_events
 from purecompose.core.state import State
 from purecompose.data.facts import describe_data
 from purecompose.data.loaders import StateStream, epoch_batches
 from purecompose.data.position import PositionedBatches, position_at
 from purecompose.data.prefetch import prefetch
 from purecompose.errors import SpentStateError
-from purecompose.run.ending import Interrupts
 from purecompose.run.evaluation import Evaluator, Observer, notify, run_evaluator
-from purecompose.run.microbatching import Adaptive
-from purecompose.run.rules import Adjuster, Stopper, is_over, seen
+from purecompose.run.interruptions import Adaptive, Interrupts
+from purecompose.run.rules import Adjuster, Stopper
 from purecompose.run.saving.keeping import Keeper, newest
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.timestamp import has_passed
+from purecompose.transforms.compilation import CompiledStep
 
 
 class EpochData(Protocol):
@@ -94,17 +95,27 @@ def check_moved(before: Timestamp, now: Timestamp) -> None:
         )
 
 
+class Settings(NamedTuple):
+    """What evaluates, observes and decides in a run, after the checks of `fit`."""
+
+    evaluators: tuple[Evaluator, ...] = ()
+    observers: tuple[Observer, ...] = ()
+    stoppers: tuple[Stopper, ...] = ()
+    adjusters: tuple[Adjuster, ...] = ()
+
+    @property
+    def watchers(self) -> tuple[Adjuster, ...]:
+        """Everything that decides by metrics."""
+        return (*self.stoppers, *self.adjusters)
+
+
 @dataclass
 class Run:
     """The settings and bookkeeping of one call of `fit`. No state depends on the bookkeeping."""
 
     step: Step
-    eval_step: Step
     data: Any
-    evaluators: tuple[Evaluator, ...] = ()
-    observers: tuple[Observer, ...] = ()
-    stoppers: tuple[Stopper, ...] = ()
-    adjusters: tuple[Adjuster, ...] = ()
+    settings: Settings
     keeper: Keeper | None = None
     budget: float = math.inf
     """Seconds of wall-clock time."""
@@ -119,6 +130,9 @@ class Run:
     """The position of the data after the batch that the run continues from, if they have one."""
 
     def __post_init__(self) -> None:
+        composed = self.step.step if isinstance(self.step, CompiledStep) else self.step
+        self._eval_step = composed.replace(program=eval_events)
+        self._observers = self.settings.observers
         self._deadline = time.monotonic() + self.budget
         self._position: Position = lambda _: self.position  # of a run that is already over
         self._evaluated: dict[int, int] = {}
@@ -130,10 +144,10 @@ class Run:
         self._interrupts = Interrupts(None if self.keeper is None else self.step.ranks)
         self._unsaved: State | None = None
         self._described_data = {} if self.keeper is None else describe_data(self.data)
-        measured = {name for one in self.evaluators for name in one.reported}
+        measured = {name for one in self.settings.evaluators for name in one.reported}
         self._by_training = {name: _period_of(self.step, name) for name in self._decisive - measured}
         """The decisive metrics that algorithms of the step report, with the periods over which they are measured."""
-        self._see_batch = [see for one in self.observers if callable(see := getattr(one, "see_batch", None))]
+        self._see_batch = [see for one in self._observers if callable(see := getattr(one, "see_batch", None))]
 
     def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
         """Yield the states between batches, and finally the state at the end of the run.
@@ -142,7 +156,7 @@ class Run:
         between two states they act as usual. With `defers_signals`, for a caller that runs no code there, they are
         always deferred.
         """
-        self._is_stopped = is_over(state, self.stoppers)
+        self._is_stopped = self._stops(state)
         self._measured_at = state.timestamp if self._metrics else None
         cuts = self._cuts(state)
         noted = nullcontext() if self.keeper is None else self._interrupts
@@ -183,7 +197,7 @@ class Run:
     def _begun(self, state: State) -> State:
         if not self.memory.get("has_begun", False):
             return self._fire(Event.FIT_START, state)
-        return notify(self.observers, Event.FIT_START, state)
+        return notify(self._observers, Event.FIT_START, state)
 
     def _is_over(self, state: State) -> bool:
         """Return whether the run's length or time budget is used up, or a stopping rule has ended the run."""
@@ -193,13 +207,13 @@ class Run:
         """Fire an event for the algorithms, then for the observers, which see the result."""
         if event not in self.step.events:
             state = self.step.fire(event, state)
-        return notify(self.observers, event, state)
+        return notify(self._observers, event, state)
 
     def _evaluate(self, event: Event, state: State, before: Timestamp) -> State:
         """Run the evaluators that are due at an event; at FIT_END, those that have not just run."""
         due = [
             evaluator
-            for evaluator in self.evaluators
+            for evaluator in self.settings.evaluators
             if _is_due(evaluator.every, event, before, state.timestamp)
             and self._evaluated.get(id(evaluator)) != state.timestamp.batch
         ]
@@ -208,7 +222,7 @@ class Run:
 
         current, found = self._fire(Event.EVAL_BEFORE_ALL, state), {}
         for evaluator in due:
-            found |= run_evaluator(evaluator, current, self.eval_step, self.observers, self.step).metrics
+            found |= run_evaluator(evaluator, current, self._eval_step, self._observers, self.step).metrics
             self._evaluated[id(evaluator)] = state.timestamp.batch
         self._check_decisive(found, state)
         self._fire(Event.EVAL_AFTER_ALL, current)
@@ -223,12 +237,13 @@ class Run:
     def _decided(self, state: State, found: Mapping[str, Tensor]) -> State:
         """Return the state after the stopping rules and adjusters have seen new metrics."""
         metrics = _plain(found)
-        if self.stoppers:
-            state = seen(state, self.stoppers, metrics)
-            self._is_stopped = is_over(state, self.stoppers)
-        for adjuster in self.adjusters:
-            state = adjuster.see(state, metrics) if adjuster.metric in metrics else state
+        for watcher in self.settings.watchers:
+            state = watcher.see(state, metrics) if watcher.metric in metrics else state
+        self._is_stopped = self._stops(state)
         return state
+
+    def _stops(self, state: State) -> bool:
+        return any(stopper.is_over(state) for stopper in self.settings.stoppers)
 
     def _decide_by_training(self, state: State, before: Timestamp, unit: TimeUnit) -> State:
         """Decide by the step's own metrics, at the end of the periods in this unit over which they are measured."""
@@ -251,7 +266,7 @@ class Run:
     def _decisive(self) -> set[str]:
         """Names of the metrics that decide about stopping, adjusting or the best checkpoint."""
         best = None if self.keeper is None else self.keeper.settings.best
-        return {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} | ({best} if best else set())
+        return {watcher.metric for watcher in self.settings.watchers} | ({best} if best else set())
 
     def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
         """Raise if a metric that decides about stopping, adjusting or the best checkpoint is not a single number."""
@@ -274,9 +289,7 @@ class Run:
         """Handle a signal after which no check follows, as when it has also ended processes that read the data."""
         if self.keeper is None or self._interrupts.received is None:
             return
-        if self._interrupts.is_common:
-            self.keeper.give_up()  # another process may have ended, before it has written its rows
-        elif self._unsaved is not None:
+        if self._unsaved is not None and not self._interrupts.is_common:  # of several, another one may have ended
             with suppress(SpentStateError):  # the current batch has overwritten it
                 self._save(self._unsaved, is_last=True)
         self._end(self._unsaved)
@@ -298,7 +311,7 @@ class Run:
     def _save(self, state: State, *, is_last: bool = False, has_begun: bool = True) -> None:
         if self.keeper is None:
             return
-        for observer in self.observers:
+        for observer in self._observers:
             # All records up to here must be on the disk before a run can continue from this checkpoint.
             flush = getattr(observer, "flush", None)
             if callable(flush):

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_number, suggests_keywords
-from purecompose.combinations import unsupported
 from purecompose.core.state import State
 from purecompose.losses.metrics import is_lower_better
-from purecompose.time import Time, Timestamp, TimeUnit
+from purecompose.time import Time, TimeUnit
 from purecompose.time.timestamp import checked_interval
 
 
-class Stopper(Protocol):
-    """A stopping rule, as pure functions of its own memory, a dict of tensors."""
+class Adjuster(Protocol):
+    """A change of the state after an evaluation, as pure functions of states and metrics."""
 
     @property
     def metric(self) -> str:
@@ -33,16 +32,20 @@ class Stopper(Protocol):
         """Name of its slot in the state; it begins with a dot because it does not belong to an algorithm."""
         ...
 
-    def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """Return the memory at the start of a run, on the CPU."""
+    def init(self, state: State) -> State:
+        """Return the state with a slot for its memory, unless it has one already."""
         ...
 
-    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
-        """Return the memory after an evaluation."""
+    def see(self, state: State, metrics: Mapping[str, Any]) -> State:
+        """Return the state after an evaluation that has measured the metric."""
         ...
 
-    def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Return whether the run should stop, from the memory only, so that a resumed run gets the same answer."""
+
+class Stopper(Adjuster, Protocol):
+    """A stopping rule: it changes only its own slot."""
+
+    def is_over(self, state: State) -> bool:
+        """Return whether the run should stop, from the slot only, so that a resumed run gets the same answer."""
         ...
 
 
@@ -73,8 +76,8 @@ class EarlyStopping:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        check_metric(self.metric, self.mode, "EarlyStopping")
-        object.__setattr__(self, "patience", checked_patience(self.patience, "EarlyStopping"))
+        _check_metric(self.metric, self.mode, "EarlyStopping")
+        object.__setattr__(self, "patience", _checked_patience(self.patience, "EarlyStopping"))
         object.__setattr__(self, "min_delta", check_number(self.min_delta, "EarlyStopping: min_delta", 0))
 
     @property
@@ -82,22 +85,24 @@ class EarlyStopping:
         """See `Stopper`."""
         return f".early_stopping({self.metric})"
 
-    def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """Return the best value so far (NaN before the first), its time, and the time of the last evaluation."""
-        return {"best": torch.full((), torch.nan), "at": counts(now), "last": counts(now)}
+    def init(self, state: State) -> State:
+        """See `Stopper`: the best value so far (NaN before the first), its time, and that of the last evaluation."""
+        now = _counts(state)
+        return _with_new_slot(state, self.name, best=torch.full((), torch.nan), at=now, last=now)
 
-    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
+    def see(self, state: State, metrics: Mapping[str, Any]) -> State:
         """See `Stopper`. NaN is never better, so it uses up the patience."""
-        value = torch.tensor(metrics[self.metric], dtype=torch.float32)  # rounded like the best value
-        better = is_better(self, value, memory["best"])
-        new = {"best": value, "at": counts(now)}
-        return {**{name: torch.where(better, one, memory[name]) for name, one in new.items()}, "last": counts(now)}
+        memory, now = state.slots[self.name], _counts(state)
+        value = torch.as_tensor(metrics[self.metric], dtype=torch.float32, device=state.device)
+        better = _is_better(self, value, memory["best"])
+        best, at = torch.where(better, value, memory["best"]), torch.where(better, now, memory["at"])
+        return _with_slot(state, self.name, best=best, at=at, last=now)
 
-    def is_over(self, memory: dict[str, Tensor]) -> bool:
+    def is_over(self, state: State) -> bool:
         """Return whether the patience was used up at the last evaluation."""
         assert isinstance(self.patience, Time)
-        waited = memory["last"] - memory["at"]
-        return int(waited[UNITS.index(self.patience.unit)]) >= self.patience.value
+        waited = state.slots[self.name]["last"] - state.slots[self.name]["at"]
+        return int(waited[_UNITS.index(self.patience.unit)]) >= self.patience.value
 
 
 @suggests_keywords(monitor='Threshold("eval/loss", 0.1)')
@@ -123,7 +128,7 @@ class Threshold:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        check_metric(self.metric, self.mode, "Threshold")
+        _check_metric(self.metric, self.mode, "Threshold")
         object.__setattr__(self, "value", check_number(self.value, "Threshold: value"))
 
     @property
@@ -131,67 +136,39 @@ class Threshold:
         """See `Stopper`."""
         return f".threshold({self.metric})"
 
-    def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """Return the last value, which is NaN before the first evaluation."""
-        del now
-        return {"last": torch.full((), torch.nan, dtype=torch.float64)}
+    def init(self, state: State) -> State:
+        """See `Stopper`: the last value, which is NaN before the first evaluation."""
+        return _with_new_slot(state, self.name, last=torch.full((), torch.nan, dtype=torch.float64))
 
-    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
+    def see(self, state: State, metrics: Mapping[str, Any]) -> State:
         """See `Stopper`."""
-        del memory, now
-        return {"last": torch.tensor(metrics[self.metric], dtype=torch.float64)}
+        return _with_slot(state, self.name, last=torch.tensor(metrics[self.metric], dtype=torch.float64))
 
-    def is_over(self, memory: dict[str, Tensor]) -> bool:
+    def is_over(self, state: State) -> bool:
         """Return whether the last value has reached the threshold."""
-        last = memory["last"].item()
+        last = state.slots[self.name]["last"].item()
         return last <= self.value if mode_of(self.metric, self.mode) == "min" else last >= self.value
 
 
-def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
-    """Return the state with a slot for each stopping rule that has none yet."""
-    if not stoppers:
-        return state
-    names = [stopper.name for stopper in stoppers]
-    if len(set(names)) < len(names):
-        raise ValueError(f"stop: two stopping rules have the same name: {', '.join(names)}")
-    if state.key.ndim > 1:
-        raise unsupported("a population", "stopping rules", "stop")
-    new = {s.name: _on(s.begin(state.timestamp), state) for s in stoppers if s.name not in state.slots}
-    return state.replace(slots={**state.slots, **new}) if new else state
-
-
-def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
-    """Return the state after the stopping rules have seen an evaluation's metrics."""
-    new = {}
-    for stopper in stoppers:
-        if stopper.metric in metrics:
-            memory = {name: value.cpu() for name, value in state.slots[stopper.name].items()}
-            new[stopper.name] = _on(stopper.see(memory, state.timestamp, metrics), state)
-    return state.replace(slots={**state.slots, **new}) if new else state
-
-
-def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
-    """Return whether a stopping rule ends the run."""
-    return any(
-        stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()})
-        for stopper in stoppers
-    )
-
-
 # Time is stored in all of these units, so that a run may continue with a patience in another unit.
-UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
 
-def counts(now: Timestamp) -> Tensor:
+def _counts(state: State) -> Tensor:
     """Return the time in all units, int64 of shape (4,)."""
-    return torch.tensor([int(now.get(unit)) for unit in UNITS])
+    return torch.tensor([int(state.timestamp.get(unit)) for unit in _UNITS], device=state.device)
 
 
-def _on(memory: dict[str, Tensor], state: State) -> dict[str, Tensor]:
-    return {name: value.to(state.device) for name, value in memory.items()}
+def _with_slot(state: State, name: str, **memory: Tensor) -> State:
+    own = {key: value.to(state.device) for key, value in memory.items()}
+    return state.replace(slots={**state.slots, name: own})
 
 
-def check_metric(metric: Any, mode: Any, where: str) -> None:
+def _with_new_slot(state: State, name: str, **memory: Tensor) -> State:
+    return state if name in state.slots else _with_slot(state, name, **memory)
+
+
+def _check_metric(metric: Any, mode: Any, where: str) -> None:
     """Raise for a metric that is not a name, or for an unknown mode."""
     if not isinstance(metric, str) or not metric:
         raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
@@ -199,15 +176,15 @@ def check_metric(metric: Any, mode: Any, where: str) -> None:
         raise ValueError(f"{where}: mode={mode!r}: expected 'min' or 'max'")
 
 
-def checked_patience(patience: Any, where: str) -> Time:
-    """Return a patience in one of `UNITS`, or raise."""
+def _checked_patience(patience: Any, where: str) -> Time:
+    """Return a patience in one of `_UNITS`, or raise."""
     time = checked_interval(patience, f"{where}: patience")
     if time.unit is TimeUnit.DURATION:
         raise ValueError(f"{where}: patience={patience!r}: expected epochs, batches, samples or tokens")
     return time
 
 
-def is_better(rule: Any, value: Tensor, best: Tensor) -> Tensor:
+def _is_better(rule: Any, value: Tensor, best: Tensor) -> Tensor:
     """Return whether a value is better than the best one by more than the rule's `min_delta`; NaN never is."""
     gain = best - value if mode_of(rule.metric, rule.mode) == "min" else value - best
     return ~value.isnan() & (best.isnan() | (gain > rule.min_delta))
@@ -241,28 +218,6 @@ def with_modes(watchers: Iterable[Any], reporters: Iterable[Any]) -> tuple[Any, 
         return replace(one, mode=mode_of(one.metric, None, reporters)) if lacks_mode else one
 
     return tuple(map(chosen, watchers))
-
-
-class Adjuster(Protocol):
-    """A change of the state after an evaluation, as pure functions of states and metrics."""
-
-    @property
-    def metric(self) -> str:
-        """Name of the metric that it depends on, such as "eval/loss"."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Name of its slot in the state; it begins with a dot because it does not belong to an algorithm."""
-        ...
-
-    def init(self, state: State) -> State:
-        """Return the state with a slot for its memory, unless it has one already."""
-        ...
-
-    def see(self, state: State, metrics: Mapping[str, Any]) -> State:
-        """Return the state after an evaluation that has measured the metric."""
-        ...
 
 
 @suggests_keywords(monitor='ReduceOnPlateau("eval/loss")')
@@ -309,8 +264,8 @@ class ReduceOnPlateau:
 
     def __post_init__(self) -> None:
         where = "ReduceOnPlateau"
-        check_metric(self.metric, self.mode, where)
-        patience = checked_patience(self.patience, where)
+        _check_metric(self.metric, self.mode, where)
+        patience = _checked_patience(self.patience, where)
         cooldown = Time(0, patience.unit) if self.cooldown is None else Time.of(self.cooldown)
         if cooldown.unit is not patience.unit or cooldown.value < 0:
             raise ValueError(f"{where}: cooldown={self.cooldown!r}: expected a time in the unit of patience={patience}")
@@ -337,30 +292,23 @@ class ReduceOnPlateau:
                 f"ReduceOnPlateau: the state has no hparam {self.hparam!r}, only {sorted(state.hparams)}; make it part "
                 f'of the optimizer, as in optim.sgd(hparam("{self.hparam}", 0.1))'
             )
-        if self.name in state.slots:
-            return state
         members = state.key.shape[:-1]
-        best = torch.full(members, torch.nan, device=state.device)
-        since = counts(state.timestamp).to(state.device).expand(*members, -1).clone()
-        return state.replace(slots={**state.slots, self.name: {"best": best, "since": since}})
+        since = _counts(state).expand(*members, -1).clone()
+        return _with_new_slot(state, self.name, best=torch.full(members, torch.nan), since=since)
 
     def see(self, state: State, metrics: Mapping[str, Any]) -> State:
         """Return the state after an evaluation; NaN is never better."""
         assert isinstance(self.patience, Time) and isinstance(self.cooldown, Time)
         best, since = state.slots[self.name]["best"], state.slots[self.name]["since"]
         value = torch.as_tensor(metrics[self.metric], dtype=torch.float32, device=state.device)
-        now, unit = counts(state.timestamp).to(state.device), UNITS.index(self.patience.unit)
-        better = is_better(self, value, best)
+        now, unit = _counts(state), _UNITS.index(self.patience.unit)
+        better = _is_better(self, value, best)
         since = torch.where(better[..., None], since.maximum(now), since)
         is_due = (now - since)[..., unit] >= self.patience.value
         pause = torch.zeros_like(now)
         pause[unit] = int(self.cooldown.value)
-        memory = {"best": torch.where(better, value, best), "since": torch.where(is_due[..., None], now + pause, since)}
-        return state.replace(
-            slots={**state.slots, self.name: memory},
-            hparams={**state.hparams, self.hparam: self._reduced(state.hparams[self.hparam], is_due)},
-        )
-
-    def _reduced(self, hparam: Tensor, is_due: Tensor) -> Tensor:
-        lower = (hparam * self.factor).maximum(hparam.clamp(max=self.minimum))
-        return torch.where(is_due, lower, hparam)
+        since = torch.where(is_due[..., None], now + pause, since)
+        state = _with_slot(state, self.name, best=torch.where(better, value, best), since=since)
+        old = state.hparams[self.hparam]
+        lower = (old * self.factor).maximum(old.clamp(max=self.minimum))
+        return state.replace(hparams={**state.hparams, self.hparam: torch.where(is_due, lower, old)})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from purecompose.core.ranks import Ranks
-from purecompose.run.ending import CommonEnd
+from purecompose.run.interruptions import CommonEnd
 
 
 @pytest.fixture

@@ -361,5 +361,9 @@ def test_terms_that_only_the_training_loss_has_are_reported():
     step = compose(loop_events, [penalty])
     state = step(step.init(make_state()), make_batch())
     evaluate(state, uneven(), {"accuracy": pc.metrics.accuracy}, step=step)
-    with pytest.warns(UserWarning, match="lacks what penalty did to the training loss at AFTER_LOSS"):
+    match = "the loss of evaluator 'eval' lacks what penalty did to the training loss at AFTER_LOSS"
+    with pytest.warns(UserWarning, match=match):
         evaluate(state, uneven(), step=step)
+    with pytest.warns(UserWarning, match=match) as told:
+        pc.fit(step, make_state(duration="3ep"), [make_batch()], evaluate=Evaluator(uneven()))
+    assert len(told) == 1

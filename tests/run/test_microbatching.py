@@ -9,7 +9,7 @@ import torch
 
 import purecompose as pc
 from purecompose import Checkpoints, Event, State, compose, fit, loop_events
-from purecompose.run.microbatching import Adaptive
+from purecompose.run.interruptions import Adaptive
 from tests.helpers import assert_close, changing, make_batches, make_state
 
 

@@ -10,7 +10,6 @@ import torch
 
 import purecompose as pc
 from purecompose import Checkpoints, EarlyStopping, Evaluator, State, Threshold, compose, fit, loop_events, training
-from purecompose.run.rules import is_over, seen, with_memories
 from tests.helpers import assert_same, make_batches, make_state
 
 
@@ -19,11 +18,11 @@ BATCHES = make_batches(2)
 
 def stopped_after(stopper: Any, values: Sequence[float]) -> int | None:
     """Return the number of epochs after which a run with these values stops."""
-    state = with_memories(make_state(duration="100ep"), (stopper,))
+    state = stopper.init(make_state(duration="100ep"))
     for epoch, value in enumerate(values, 1):
         state = state.replace(timestamp=state.timestamp.advance_epoch())
-        state = seen(state, (stopper,), {"eval/loss": value, "eval/accuracy": value})
-        if is_over(state, (stopper,)):
+        state = stopper.see(state, {"eval/loss": value, "eval/accuracy": value})
+        if stopper.is_over(state):
             return epoch
     return None
 

@@ -19,7 +19,7 @@ from purecompose.core.compose import Step
 from purecompose.core.context import Static
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError
-from purecompose.run.saving import folder as disk, together
+from purecompose.run.saving import folder as disk
 from purecompose.run.saving.comparison import (
     BASE,
     TIME,
@@ -32,6 +32,7 @@ from purecompose.run.saving.comparison import (
     without,
 )
 from purecompose.run.saving.files import Index, SavedTensors, is_whole, time_from_plain, time_to_plain
+from purecompose.run.saving.folder import Writers, in_all, writers_of
 from purecompose.run.saving.leaves import (
     EXTRA,
     POSITION,
@@ -47,7 +48,6 @@ from purecompose.run.saving.leaves import (
     unpack,
 )
 from purecompose.run.saving.remote import fetched
-from purecompose.run.saving.together import Writers, in_all, writers_of
 from purecompose.time.event import Event
 
 
@@ -66,13 +66,12 @@ class Snapshot:
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Of divided tensors, the first row that this process has, and the row after the last."""
 
-    def write(self, target: Path, writers: Writers | None = None, number: int = 0) -> None:
-        """Write the snapshot, atomically; may be called in another thread.
+    def write(self, target: Path, writers: Writers | None = None) -> None:
+        """Write the snapshot, atomically; may be called in another thread, unless processes write it together.
 
         Args:
             target: The folder.
-            writers: The processes that write it together, if the state is divided; see `together.write`.
-            number: The number of checkpoints that they have written before.
+            writers: The processes that share the state; see `folder.write_together`.
         """
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -81,13 +80,15 @@ class Snapshot:
             description = {**self.index.description, "settings": unwritten(self.index, self.tensors)}
             return replace(self.index, description=description, files=files)
 
-        if writers is None or (writers.is_first and not writers.is_joint):
-            disk.write(target, index, {name: stored(tensor) for name, tensor in self.tensors.items()})
-        elif writers.is_joint and writers.number is not None:
-            own = self.rows if writers.number else self.tensors  # the first process writes what is not divided
-            together.write(
-                target, index, lambda: {name: stored(self.tensors[name]) for name in own}, self.rows, writers, number
-            )
+        def tensors() -> dict[str, Tensor]:
+            # Of several processes the first writes what is not divided.
+            own = self.rows if writers is not None and writers.number else self.tensors
+            return {name: stored(self.tensors[name]) for name in own}
+
+        if writers is not None and writers.is_joint:
+            disk.write_together(target, index, tensors, self.rows, writers)
+        elif writers is None or writers.is_first:
+            disk.write(target, index, tensors())
 
 
 def snapshot(
@@ -173,12 +174,7 @@ def save(state: State, path: Path | str, *, step: Step | None = None, parts: Par
         )
     writers = writers_of(state)
     taken = snapshot(state, step, parts=parts)
-    try:
-        in_all(writers, lambda: taken.write(Path(path), writers), f"{path} was not written")
-    except Exception:
-        if writers is not None and writers.is_joint and writers.is_first:
-            together.discard(Path(path), writers, 0)  # what the others have written
-        raise
+    in_all(writers, lambda: taken.write(Path(path), writers), f"{path} was not written")
     return Path(path)
 
 

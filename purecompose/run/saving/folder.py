@@ -1,7 +1,8 @@
 """Checkpoints on disk: one folder each, written completely or not at all, and verified when read.
 
 Everything is written into a hidden folder next to the target, synced to disk, and renamed. If the process dies midway,
-readers ignore the hidden folder and the next writer removes it.
+readers ignore the hidden folder and the next writer removes it. Processes that hold parts of a state write into one
+hidden folder, each a file with its rows, while the others wait.
 """
 
 import contextlib
@@ -14,15 +15,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._support.files import read_whole, sync
+from purecompose._support.shards import gather_objects, place_of
+from purecompose.core.compose import Step
+from purecompose.core.ranks import Ranks
+from purecompose.core.state import State
 from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.files import Index, digest, file_name, from_json, is_file_name, save_tensors, to_json
 from purecompose.time import Timestamp
 
+
+T = TypeVar("T")
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in a run's folder."""
@@ -159,18 +169,15 @@ def read_index(path: Path) -> Index:
         index = read_index(newest("runs/first/checkpoints"))
         index.time, index.metrics
     """
-    if not path.exists():
-        with contextlib.suppress(OSError):  # its writer may have died between the two renames
-            clear(path.parent)
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    if path.is_file():
-        raise CheckpointError(
-            f"{path} is a file; a checkpoint is a folder. load_weights reads weights from a file of safetensors"
-        )
     try:
-        text = read_whole(path / INDEX, _MOST_INDEX)
+        text = _text_of_index(path)
     except OSError as error:
+        if not path.exists():
+            raise FileNotFoundError(f"there is no checkpoint {path}") from error
+        if path.is_file():
+            raise CheckpointError(
+                f"{path} is a file; a checkpoint is a folder. load_weights reads weights from a file of safetensors"
+            ) from error
         if found := all_in(path)[0] or all_in(path / CHECKPOINTS)[0]:
             num = f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
             raise CheckpointError(
@@ -183,6 +190,18 @@ def read_index(path: Path) -> Index:
         return from_json(text)
     except CheckpointError as error:
         raise type(error)(f"{path} cannot be used: {error}") from error.__cause__
+
+
+def _text_of_index(path: Path) -> bytes:
+    while True:
+        try:
+            return read_whole(path / INDEX, _MOST_INDEX)
+        except FileNotFoundError:
+            if not path.exists():
+                with contextlib.suppress(OSError):  # its writer may have died between the two renames
+                    clear(path.parent)
+            if not (path / INDEX).exists():  # otherwise another process has just replaced it
+                raise
 
 
 def is_name(name: str) -> bool:
@@ -294,3 +313,130 @@ def _is_ours_alone(path: Path) -> bool:
         return not path.is_symlink()  # a link to nothing
     except NotADirectoryError:
         return False
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The processes that write a state together.
+
+    Attributes:
+        ranks: All processes.
+        number: The number of this process among those that write, from 0; `None` if others hold the same rows.
+        total: The number of processes that write.
+        run: A word that the first process has drawn, in the names of hidden folders.
+        device: The device of messages.
+    """
+
+    ranks: Ranks
+    number: int | None
+    total: int
+    run: str
+    device: torch.device
+
+    @property
+    def is_joint(self) -> bool:
+        """True if each writes a part of a checkpoint, and False if one writes all of it."""
+        return self.total > 1
+
+    @property
+    def is_first(self) -> bool:
+        """True for the process that completes a checkpoint."""
+        return self.ranks.rank == 0
+
+    def is_good_for_all(self, is_good: bool) -> bool:
+        """Return whether something is true in all processes; all must ask."""
+        own = torch.tensor(int(is_good), device=self.device)
+        return bool(self.ranks.exchange([own], "min")[0])
+
+    def word_of_first(self, word: str) -> str:
+        """Return the text that the first process gives; all must ask."""
+        return self.ranks.word_of_first(word, self.device)
+
+
+def writers_of(state: State, step: Step | None = None) -> Writers | None:
+    """Return the processes that share a state, all of which must call this; `None` if there is only this one.
+
+    Args:
+        state: The state. If each process holds some rows of it, each writes these.
+        step: A step whose processes share the state. If each holds all of it, the first one writes.
+    """
+    places = [place for leaf in tree.leaves(state) if (place := place_of(leaf)) is not None]
+    if not places:
+        ranks: Ranks | None = getattr(step, "ranks", None)
+        if ranks is None:
+            return None
+        number, total, device = 0 if ranks.rank == 0 else None, 1, state.device
+    else:
+        mesh = places[0].mesh
+        ranks = Ranks.of(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
+        *copies, own = mesh.get_coordinate()
+        number, total = None if any(copies) else own, mesh.size(mesh.ndim - 1)
+        device = torch.device(mesh.device_type)
+    return Writers(ranks, number, total, ranks.word_of_first(secrets.token_hex(8), device), device)
+
+
+def in_all(writers: Writers | None, act: Callable[[], T], problem: str) -> T:
+    """Call a function in all processes and return its result; raise in all of them if it fails in any.
+
+    Args:
+        writers: The processes; `None` if there is only this one.
+        act: The function.
+        problem: What to say if it raises in another process.
+
+    Raises:
+        OSError: It raised in another process.
+    """
+    if writers is None:
+        return act()
+    try:
+        found = act()
+    except BaseException:
+        writers.is_good_for_all(False)
+        raise
+    if not writers.is_good_for_all(True):
+        raise OSError(f"{problem}: another process has failed")
+    return found
+
+
+def write_together(
+    target: Path,
+    make_index: Callable[[dict[str, Any]], Index],
+    make_tensors: Callable[[], Mapping[str, Tensor]],
+    rows: Mapping[str, tuple[int, int]],
+    writers: Writers,
+) -> None:
+    """Write a checkpoint together with the other processes, all of which call this; it is complete for all or for none.
+
+    Args:
+        target: The checkpoint's folder, on a file system that all share.
+        make_index: As for `write`; the reports of the files also contain `rows`.
+        make_tensors: Function that returns the tensors that this process writes, as for `write`.
+        rows: Of divided tensors, the first row that this process has, and the row after the last.
+        writers: The processes.
+    """
+    new, problem = hidden(target, writers.run), f"{target} was not written"
+
+    def own() -> tuple[str, Any] | None:
+        if writers.number is None:
+            return None
+        new.mkdir(parents=True, exist_ok=True)
+        name = file_name(writers.number, writers.total)
+        return name, {**write_tensors(new / name, make_tensors()), "rows": dict(rows)}
+
+    def complete(reports: list[tuple[str, Any] | None]) -> None:
+        if not writers.is_first:
+            return
+        files = dict(sorted(one for one in reports if one is not None))
+        if elsewhere := [name for name in files if not (new / name).exists()]:
+            raise OSError(f"{elsewhere[0]} was written elsewhere: all processes need a file system that they share")
+        with replaced(target, new):
+            write_index(new, make_index(files))
+
+    try:
+        report = in_all(writers, own, problem)
+        reports = gather_objects(report, writers.ranks.size, writers.ranks.group)
+        in_all(writers, lambda: complete(reports), problem)
+    except Exception:
+        if writers.is_first:
+            shutil.rmtree(new, ignore_errors=True)
+        raise

@@ -15,13 +15,12 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning
 from purecompose.run.rules import mode_of
-from purecompose.run.saving import folder as disk, together
+from purecompose.run.saving import folder as disk
 from purecompose.run.saving.checkpoint import Resumed, Snapshot, snapshot
 from purecompose.run.saving.files import library
-from purecompose.run.saving.folder import Found
+from purecompose.run.saving.folder import Found, Writers, in_all, writers_of
 from purecompose.run.saving.leaves import EXTRA, POSITION, check_extra, leaves_of, pack
-from purecompose.run.saving.remote import Mirror, mirror_of
-from purecompose.run.saving.together import Writers, cause_of, in_all, writers_of
+from purecompose.run.saving.remote import Mirror
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.timestamp import Interval, has_passed, interval_or_function
 
@@ -161,29 +160,22 @@ class Keeper:
         self._last: tuple[Timestamp, Any] | None = None
         self._best: float | None = None
         self._writers: Writers | None = None
-        self._num_written = 0
-        self._undecided: tuple[Path, Timestamp] | None = None
         self._has_lacked_position = False
 
     def open(self, state: State, step: Step | None = None) -> None:
         """Read the folder if it is in remote storage; all processes that share the state must call this.
 
         Raises:
-            ValueError: Processes on several hosts write each checkpoint together.
+            ValueError: The processes hold parts of the state.
             ImportError, OSError: See `Mirror`.
         """
         if not is_remote(self.settings.folder):
             return
         url, writers = str(self.settings.folder), writers_of(state, step)
-        if writers is None:
-            self._mirror = Mirror(url)
-        else:
-            self._mirror = mirror_of(url, writers.is_first, writers.word_of_first)
-            if writers.is_joint and not writers.is_good_for_all(self._mirror.is_shared):
-                raise ValueError(
-                    f"checkpoints: {url}: processes on several hosts write each checkpoint together, for which they "
-                    "need a folder that they share"
-                )
+        if writers is not None and writers.is_joint:
+            raise ValueError(f"checkpoints: {url}: processes that hold parts of a state need a folder that they share")
+        sends = writers is None or writers.is_first
+        self._mirror = in_all(writers, lambda: Mirror(url, sends=sends), f"{url} cannot be read")
         self.folder: Path = self._mirror.local
 
     def begin(self, state: State, step: Step | None = None, *, from_here: Resumed | None = None) -> None:
@@ -239,6 +231,8 @@ class Keeper:
     ) -> None:
         """Write a checkpoint, or pass it to the thread; errors of the disk become warnings.
 
+        Processes that hold parts of the state write together and wait for each other, so no thread does it.
+
         Args:
             state: The state.
             step: The step that trains it.
@@ -246,7 +240,6 @@ class Keeper:
             memory: Notes for the run that continues.
             position: Function that returns the position of the data at a time, `None` if they have none.
         """
-        self._decide()  # before a next one, which all processes write
         self._tell()
         now, is_best = state.timestamp, self._is_best(metrics)
         if self._last == (now, metrics):
@@ -254,17 +247,20 @@ class Keeper:
         self._last, self._written_at = (now, metrics), time.monotonic()
         self._best = rating_of(metrics, self.settings) if is_best else self._best
         target = self.folder / disk.name_at(now)
-        is_ours = self._writers is None or self._writers.number is not None
-        taken, problem = None, None
-        if is_ours:
-            try:
-                taken = snapshot(state, step, metrics=metrics, memory=memory, outside=self._outside(position, now))
-            except TypeError as error:  # something else than numbers in the metrics, or in `extra`
-                problem = error
-        if self._is_any(problem is not None):
-            self._failed(target, problem or OSError("another process has failed"))
+        if not (self._is_tidying or self._is_joint):  # the first process writes
+            self.written = target, now
+            return
+        joint = self._writers if self._is_joint else None
+
+        def take() -> Snapshot:
+            return snapshot(state, step, metrics=metrics, memory=memory, outside=self._outside(position, now))
+
+        try:
+            task = _Task(in_all(joint, take, f"{target} was not written"), target, now, is_best)
+        except (TypeError, OSError) as error:  # something else than numbers in the metrics, or in `extra`
+            self._failed(target, error)
         else:
-            self._hand_over(_Task(taken, target, now, is_best))
+            self._write(task) if self._pool is None or joint is not None else self._enqueue(self._pool, task)
         self._tell()
 
     def keep_last(self, state: State, *others: Any) -> None:
@@ -274,7 +270,6 @@ class Keeper:
         """
         self.keep(state, *others)
         self.settle()
-        self._decide()
 
     def report_missing(self, now: Timestamp) -> None:
         """Warn if the final state of a run is not in a checkpoint."""
@@ -282,7 +277,7 @@ class Keeper:
             target = self.folder / disk.name_at(now)
             warn(
                 f"the last state of the run is in no checkpoint: {target} could not be written "
-                f"({cause_of(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
+                f"({_cause_of(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
                 CheckpointWarning,
             )
 
@@ -294,11 +289,6 @@ class Keeper:
         if self._waiting is not None:
             wait([self._waiting[0]])  # the thread writes them in order, so the last one is sufficient
         self._tell()
-
-    def give_up(self) -> None:
-        """Note that an error ends the run: another process may have ended, and is not waited for any longer."""
-        if self._writers is not None:
-            self._writers.has_failed.set()
 
     def close(self) -> None:
         """Wait until everything is written, and sent to remote storage, and end the threads."""
@@ -341,38 +331,6 @@ class Keeper:
         """True for the process that removes what is no longer needed: one of those that write together."""
         return self._writers is None or self._writers.is_first
 
-    def _is_any(self, flag: bool) -> bool:
-        """Return whether something is true, in one of the processes that write together; all of them must ask."""
-        if not self._is_joint:
-            return flag
-        assert self._writers is not None
-        return not self._writers.is_good_for_all(not flag)
-
-    def _decide(self) -> None:
-        """Wait for a checkpoint that several processes write, which counts as written by all of them or by none."""
-        if self._undecided is None:
-            return
-        assert self._writers is not None
-        self.settle()
-        (target, now), self._undecided = self._undecided, None
-        if not self._is_any(self._failure is not None):
-            self.written = target, now
-            return
-        if self._failure is None:
-            self._failed(target, OSError("another process has failed"))
-        if self._is_tidying:
-            together.discard(target, self._writers, self._num_written)
-
-    def _hand_over(self, task: "_Task") -> None:
-        if self._is_joint:
-            self._undecided, self._failure, self._num_written = (task.target, task.now), None, self._num_written + 1
-        if task.taken is None:
-            self.written = (task.target, task.now) if self._undecided is None else self.written
-        elif self._pool is None:
-            self._write(task)
-        else:
-            self._enqueue(self._pool, task)
-
     def _enqueue(self, pool: ThreadPoolExecutor, task: "_Task") -> None:
         """Pass a checkpoint to the writing thread, in place of one that still waits, unless that is the best one."""
         if self._waiting is not None and not self._waiting[2] and self._waiting[0].cancel():
@@ -387,14 +345,12 @@ class Keeper:
 
     def _write(self, task: "_Task") -> None:
         """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""
-        assert task.taken is not None
         try:
-            task.taken.write(task.target, self._writers, self._num_written)
+            task.taken.write(task.target, self._writers)
         except Exception as error:
             self._failed(task.target, error)
             return
-        if not self._is_joint:
-            self.written, self._failure = (task.target, task.now), None
+        self.written, self._failure = (task.target, task.now), None
         try:
             found = disk.all_in(self.folder)[0] if self._is_tidying and self.settings.keep is not None else []
             for one in surplus(found, self.settings):
@@ -404,7 +360,7 @@ class Keeper:
             self._problems.append(f"{self.folder}: older checkpoints could not be removed: {_words(error)}")
 
     def _failed(self, target: Path, error: Exception) -> None:
-        cause = cause_of(error)
+        cause = _cause_of(error)
         self._failure = error
         self._failures[cause] += 1
         if self._failures[cause] == 1:  # `close` reports the number of repetitions
@@ -413,9 +369,7 @@ class Keeper:
         if self._is_joint:
             return  # `_best` has to remain the same in all processes
         with contextlib.suppress(OSError):
-            self._best = self._best_rating(
-                disk.all_in(self.folder)[0]
-            )  # a checkpoint that was not written does not count
+            self._best = self._best_rating(disk.all_in(self.folder)[0])  # without the one that was not written
 
     def _best_rating(self, found: Iterable[Found]) -> float | None:
         best = _best_in(found, self.settings)
@@ -439,11 +393,15 @@ class Keeper:
 class _Task(NamedTuple):
     """A checkpoint to be written."""
 
-    taken: Snapshot | None
-    """What this process writes; `None` if others write all."""
+    taken: Snapshot
     target: Path
     now: Timestamp
     is_best: bool
+
+
+def _cause_of(error: Exception) -> str:
+    """Return an error as text, without the name of the file, so that it is the same for each checkpoint."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _words(error: Exception) -> str:

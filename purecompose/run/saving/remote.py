@@ -22,19 +22,12 @@ from purecompose.run.saving import folder as disk
 from purecompose.run.saving.files import is_file_name, is_whole
 
 
-try:
-    import fcntl
-except ImportError:  # not available on Windows, where the copies of processes that were killed stay
-    fcntl = None
-
-
 _INTERVAL = 1.0
 """Seconds between two looks at the local copy."""
 _TRIES = 5
 """Number of attempts to send what is left when a run ends."""
-_LOCK, _UNSENT = ".copy", ".unsent"
-"""Names of files in a local copy: one is locked by the processes that use it; the other marks a copy of which something
-could not be sent, and which may hold the only files of a run."""
+_PREFIX, _MARK = "purecompose-", ".copy"
+"""What the names of local copies begin with, and the name of a file in those that are sent."""
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -80,39 +73,6 @@ def _reading(read: Callable[..., Any], *arguments: str) -> Any:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-# Local copies
-
-
-@contextmanager
-def _copy(at: Path | None = None) -> Iterator[Path]:
-    """Return a scope with a new local copy, or one that another process has made, which other processes do not remove.
-
-    A new one is removed at the end, unless something in it could not be sent.
-    """
-    _clear_copies()
-    path = at or Path(tempfile.mkdtemp(prefix="purecompose-")).resolve()
-    with open(path / _LOCK, "a", encoding="utf-8") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        try:
-            yield path
-        finally:
-            if at is None and not (path / _UNSENT).exists():
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _clear_copies() -> None:
-    """Remove the local copies that killed processes have left, unless something in them could not be sent."""
-    if fcntl is None:
-        return
-    for copy in Path(tempfile.gettempdir()).glob("purecompose-*"):
-        with contextlib.suppress(OSError), open(copy / _LOCK, encoding="utf-8") as lock:
-            # One that was just made may not be locked yet.
-            if time.time() - os.fstat(lock.fileno()).st_mtime > 1.0 and not (copy / _UNSENT).exists():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(copy, ignore_errors=True)
-
-
 @contextmanager
 def fetched(path: Path | str) -> Iterator[Path]:
     """Return a scope with a folder, which is a local copy if the path is a URL.
@@ -135,7 +95,8 @@ def fetched(path: Path | str) -> Iterator[Path]:
     fs, root = file_system(url)
     is_one = disk.is_name(Path(root).name)  # with those next to it, and the run
     base, *inner = root.rsplit("/", is_one + (is_one and Path(root).parent.name == disk.CHECKPOINTS))
-    with _copy() as top:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as copy:
+        top = Path(copy).resolve()
         local = top.joinpath(*inner)
 
         def fetch(file: Path) -> None:
@@ -169,13 +130,11 @@ class Mirror:
     Args:
         url: The folder: `s3://`, `gs://`, `file://` or another scheme of fsspec.
         sends: True to send what changes, as one process does.
-        at: The local copy of that process, which the others on its host use, too.
 
     Attributes:
         url: The URL.
         local: The local copy.
         problem: Why the newest files are not sent yet; `None` if nothing is wrong.
-        is_shared: True if this is the copy from which changes are sent.
 
     Raises:
         ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
@@ -184,19 +143,19 @@ class Mirror:
         DamagedError: It holds a name that would lead out of the local copy.
     """
 
-    def __init__(self, url: str, *, sends: bool = True, at: Path | None = None) -> None:
+    def __init__(self, url: str, *, sends: bool = True) -> None:
         self.url: str = url.rstrip("/")
         self.problem: str | None = None
         self._fs, self._root = file_system(self.url)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_sending, name="upload", daemon=True) if sends else None
-        is_here = at is not None and at.exists()
-        self.is_shared: bool = sends or is_here
-        with contextlib.ExitStack() as stack:
-            self.local: Path = stack.enter_context(_copy(at if is_here else None))
-            if not is_here:
-                self._read()
-            self._scope = stack.pop_all()
+        self.local: Path = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
+        try:
+            (self.local / _MARK).touch()
+            self._read()
+        except BaseException:
+            shutil.rmtree(self.local, ignore_errors=True)
+            raise
         if self._thread is not None:
             self._sent, self._there = _listed(self.local), set(_files_in(self._fs, self._root))
             self._thread.start()
@@ -208,8 +167,10 @@ class Mirror:
         if self._thread is not None:
             self._is_closing.set()
             self._thread.join()
-        self._scope.close()
-        return None if self.problem is None else f"{self.problem}; all is in {self.local}"
+        if self.problem is not None:
+            return f"{self.problem}; all is in {self.local}"
+        shutil.rmtree(self.local, ignore_errors=True)
+        return None
 
     def _read(self) -> None:
         files = _files_in(self._fs, self._root)
@@ -237,9 +198,6 @@ class Mirror:
                 self.problem = None
             except Exception as error:  # of any storage; what is not sent now is sent later
                 self.problem = f"{self.url} cannot be written to: {type(error).__name__}: {error}"
-            with contextlib.suppress(OSError):  # a full disk
-                mark = self.local / _UNSENT
-                mark.unlink(missing_ok=True) if self.problem is None else mark.touch()
             if is_last:
                 left = 0 if self.problem is None else left - 1
                 time.sleep(_INTERVAL if left else 0)
@@ -247,7 +205,7 @@ class Mirror:
     def _send(self) -> None:
         """Make the folder equal to the local copy."""
         now = _listed(self.local)
-        if not (self.local / _LOCK).exists():  # looked for after the files: none would be left in the storage
+        if not (self.local / _MARK).exists():  # looked for after the files: none would be left in the storage
             raise FileNotFoundError(f"another program has removed {self.local}")
         for name in sorted(now, key=_is_index):
             if self._sent.get(name) != now[name] and (self.local / name).exists():
@@ -279,28 +237,6 @@ class Mirror:
             if (self.local / name).exists():  # otherwise it has been replaced by a later checkpoint
                 raise
         self._there.add(name)
-
-
-def mirror_of(url: str, is_first: bool, of_first: Callable[[str], str]) -> Mirror:
-    """Return a local copy in each of several processes, which all call this: the first one sends what changes.
-
-    Args:
-        url: The URL.
-        is_first: True in the first process.
-        of_first: Function that returns the text of the first process in all of them.
-    """
-    own = failure = None
-    if is_first:
-        try:
-            own = Mirror(url)
-        except Exception as error:
-            failure = error
-    at = of_first("" if own is None else str(own.local))
-    if failure is not None:
-        raise failure
-    if not at:
-        raise OSError(f"{url}: the first process has not read it: see its error")
-    return own or Mirror(url, sends=False, at=Path(at))
 
 
 @contextmanager

@@ -132,3 +132,18 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left on device: '.*/one") as caught:
             write()
         assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
+    path, real = pc.save(make_state(), tmp_path / NAME), disk.read_whole
+
+    def replaced_meanwhile(file, most):
+        monkeypatch.undo()
+        path.rename(tmp_path / "away")
+        try:
+            return real(file, most)
+        finally:
+            (tmp_path / "away").rename(path)
+
+    monkeypatch.setattr(disk, "read_whole", replaced_meanwhile)
+    assert disk.read_index(path).batch == 0

@@ -236,17 +236,12 @@ pc.fit(compose(loop_events), make_state(), DATA, duration="8ba", checkpoints=sav
 """
 
 
-def test_a_killed_run_goes_on_to_the_same_bits_and_its_copy_is_removed(tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     there, elsewhere = tmp_path / "storage", tmp_path / "host"
     elsewhere.mkdir()
     environment = {**os.environ, "TMPDIR": str(elsewhere), "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", PROGRAM, str(there)], env=environment, timeout=120).returncode == 9
-    assert len([*elsewhere.iterdir()]) == 1
-    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    time.sleep(1.0)  # a copy that was just made may not be locked yet
-    with remote._copy() as other:  # of a process that is running
-        resumed = run(f"file://{there}/run", "8ba")
-        assert [*elsewhere.iterdir()] == [other]
+    resumed = run(f"file://{there}/run", "8ba")
     whole = pc.fit(compose(loop_events), make_state(), DATA, duration="8ba")
     assert tree.equal(resumed.params, whole.params)
 
