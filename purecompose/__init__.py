@@ -56,16 +56,19 @@ from purecompose.time.predicates import (
     on as on,
 )
 from purecompose.transforms.compilation import compile as compile
-from purecompose.transforms.compilation.dynamo import call_in_torch_compile
+from purecompose.transforms.compilation.step import call_in_torch_compile
 from purecompose.transforms.data_parallel import data_parallel as data_parallel
+from purecompose.transforms.fully_sharded import (
+    fully_sharded as fully_sharded,
+    materialized as materialized,
+    shard as shard,
+    whole as whole,
+)
 from purecompose.transforms.population import (
     population as population,
     stack_states as stack_states,
     unstack_states as unstack_states,
 )
-from purecompose.transforms.sharding.materialized import materialized as materialized
-from purecompose.transforms.sharding.placing import shard as shard, whole as whole
-from purecompose.transforms.sharding.step import fully_sharded as fully_sharded
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from purecompose import Algorithm, Event, State, algorithms as alg, compose, loo
 from purecompose.combinations import REFUSED
 from purecompose.core.ranks import Ranks
 from purecompose.transforms.data_parallel import Shared, shared_program
-from purecompose.transforms.sharding.step import check_needs_no_parts
+from purecompose.transforms.fully_sharded import check_needs_no_parts
 
 
 RANKS = Ranks("nowhere", 0, 2)

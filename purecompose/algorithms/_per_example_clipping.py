@@ -19,7 +19,7 @@ from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
-from purecompose.transforms.unmappable import explained
+from purecompose.transforms.members import explained
 
 
 Grads = Mapping[str, Tensor]

@@ -21,8 +21,7 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.run.saving.remote import Mirror, sent_from
 from purecompose.transforms.data_parallel import data_parallel
-from purecompose.transforms.sharding.placing import shard
-from purecompose.transforms.sharding.step import fully_sharded
+from purecompose.transforms.fully_sharded import fully_sharded, shard
 
 
 @dataclass(frozen=True)

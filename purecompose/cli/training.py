@@ -29,7 +29,7 @@ from purecompose.run.fit import fit
 from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.folder import CHECKPOINTS, name_at
 from purecompose.transforms.compilation import CompiledStep
-from purecompose.transforms.sharding.placing import whole
+from purecompose.transforms.fully_sharded import whole
 
 
 class RunError(Exception):

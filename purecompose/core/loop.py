@@ -5,7 +5,8 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 
 from purecompose import losses
 from purecompose.core.calls import run_loss, run_model
-from purecompose.core.means import targets_of_loss, with_loss_of_slice
+from purecompose.core.coupled import with_loss_of_slice
+from purecompose.core.means import targets_of_loss
 from purecompose.core.program import Program as Program, Stage as Stage, Update as Update
 from purecompose.core.scopes import Grad as Grad, Microbatches as Microbatches, Scope as Scope
 from purecompose.core.state import State

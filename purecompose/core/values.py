@@ -107,7 +107,7 @@ class Values:
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
     whole_loss: Any = _field(HIDDEN, _none)
     """Inside a slice, for a loss that couples examples: the loss of all slices, its gradients with respect to the
-    slice's outputs, and these outputs; see `purecompose.core.means`."""
+    slice's outputs, and these outputs; see `purecompose.core.coupled`."""
     denominators: Any = _field(HIDDEN, _none)
     """For a loss or stage with `denominators`: the numbers it divides by; in a slice, its share of them."""
     regrad: Regrad | None = _field(HIDDEN, _none)

@@ -27,9 +27,10 @@ from purecompose.core.operation import SINGLE, Carry, Lowered, Operation, Place,
 from purecompose.core.program import Program, matching_params
 from purecompose.core.ranks import Ranks, Share, SharedPart
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
-from purecompose.core.sealed import SealedOutputs
 from purecompose.core.separable import Check
+from purecompose.core.slices import SealedOutputs
 from purecompose.core.state import State
+from purecompose.transforms.gathering import Placing, by_layer
 from purecompose.transforms.rank_checks import check_alike, naming_late_ranks
 from purecompose.transforms.rank_results import (
     SumGradients,
@@ -38,7 +39,6 @@ from purecompose.transforms.rank_results import (
     with_buffers,
     with_slots,
 )
-from purecompose.transforms.sharding.gathering import Placing, by_layer
 
 
 @dataclass(frozen=True, init=False, repr=False)

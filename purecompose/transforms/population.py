@@ -24,8 +24,7 @@ from purecompose.core.state import State
 from purecompose.core.values import NO_TEMPORARY, fields_where
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
-from purecompose.transforms.members import common, expanded, mapped, member, stacked
-from purecompose.transforms.unmappable import explained
+from purecompose.transforms.members import common, expanded, explained, mapped, member, stacked
 
 
 _FIELDS = (*fields_where(persists=True), *NO_TEMPORARY)

@@ -31,8 +31,7 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import every, on
 from purecompose.transforms.compilation import compile as compile_step
 from purecompose.transforms.data_parallel import data_parallel
-from purecompose.transforms.sharding.placing import shard
-from purecompose.transforms.sharding.step import check_needs_no_parts, fully_sharded
+from purecompose.transforms.fully_sharded import check_needs_no_parts, fully_sharded, shard
 
 
 Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
