@@ -12,11 +12,11 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from purecompose import __version__
 from purecompose._support.messages import say
-from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
+from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import UsageError, add_options, arguments_of, examples_of, summary_of
 from purecompose.cli.processes import reporting
@@ -134,50 +134,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     return parser, commands.choices
 
 
-def completion(shell: Literal["bash", "zsh", "fish", "tcsh"]) -> None:
-    """Print a completion script for a shell.
-
-    Args:
-        shell: The shell.
-
-    Examples:
-        python -m purecompose completion bash > ~/.local/share/bash-completion/completions/purecompose
-        python -m purecompose completion zsh > ~/.zfunc/_purecompose
-        python -m purecompose completion fish > ~/.config/fish/completions/purecompose.fish
-
-    A shell completes the first word of a line: `purecompose train ...`, the same program as `python -m purecompose`.
-    """
-    try:
-        import shtab  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("completion needs shtab; install it with `pip install 'purecompose[cli]'`") from error
-    if shell not in shtab.SUPPORTED_SHELLS:
-        raise UsageError(f"the installed shtab does not support {shell}; try `pip install --upgrade shtab`")
-    parser, commands = _make_parser()
-    files = {"FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY, "RUN": shtab.DIRECTORY}
-    for action in (action for command in commands.values() for action in command._actions):
-        if action.metavar in files:
-            action.complete = files[action.metavar]  # pyright: ignore
-    parser.prog = "purecompose"
-    say(shtab.complete(parser, shell=shell, root_prefix="purecompose"))
-
-
 _COMMANDS: dict[str, Callable[..., int | None]] = {
     command.__name__.replace("_", "-"): command
-    for command in (
-        train,
-        evaluate,
-        predict,
-        plot,
-        replay,
-        bisect,
-        compare,
-        ablate,
-        sweep,
-        lr_range,
-        plan,
-        algorithms,
-        completion,
-        check,
-    )
+    for command in (train, evaluate, predict, plot, replay, bisect, compare, ablate, lr_range, plan, algorithms, check)
 }

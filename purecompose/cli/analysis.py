@@ -1,8 +1,8 @@
-"""`replay`, `bisect` and `compare`, which analyse recorded runs; `ablate`, `sweep` and `lr-range`, which train to
-compare methods and settings."""
+"""`replay`, `bisect` and `compare`, which analyse recorded runs; `ablate` and `lr-range`, which train to compare
+methods and learning rates."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,22 +11,17 @@ from typing import Annotated, Any, NamedTuple
 from purecompose import analysis
 from purecompose._support import specs
 from purecompose._support.messages import say
-from purecompose.algorithms import FACTORIES
 from purecompose.analysis import RecordedRun, predicates
-from purecompose.analysis.sweeping import with_named_rate
-from purecompose.cli.data import Data
 from purecompose.cli.options import Folder, Number, Run, Shown, Time, UsageError, one_line, reported_as
-from purecompose.cli.own import imported, is_own
 from purecompose.cli.results import KeptRun
-from purecompose.cli.settings import Given, Settings
-from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
+from purecompose.cli.settings import Given, Settings, imported, is_own
+from purecompose.cli.setup import Data, Setup, arithmetic_of, completed, prepare
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, MismatchError
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.saving import save
-from purecompose.schedule import Hparam, hparam
 from purecompose.transforms.compilation import compile
 
 
@@ -169,23 +164,17 @@ class _Parts(NamedTuple):
     @property
     def evaluator(self) -> Evaluator:
         """The evaluator whose metrics decide, at the end of the run only."""
-        return dataclasses.replace(_decisive(self.setup), every="1dur")
+        found = next(one for one in self.setup.evaluators if one.label == self.setup.watched)
+        return dataclasses.replace(found, every="1dur")
 
     def state(self, seed: int) -> State:
         """Return the state of a seed, as no method has changed it."""
         return prepare(dataclasses.replace(self.settings, algorithms="none", seed=seed, seeds=1), self.data).state
 
     def step_with(self, methods: Sequence[Algorithm]) -> Step:
-        """Return the step with these methods."""
-        return self.compiled(self.setup.plain_step.replace(algorithms=methods))
-
-    def compiled(self, step: Step) -> Step:
-        """Return a step as the settings ask for it."""
+        """Return the step with these methods, compiled if the settings ask for it."""
+        step = self.setup.plain_step.replace(algorithms=methods)
         return compile(step, quiet=True) if self.settings.compile else step
-
-
-def _decisive(setup: Setup) -> Evaluator:
-    return next(one for one in setup.evaluators if one.label == setup.watched)
 
 
 @contextmanager
@@ -227,43 +216,6 @@ def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None
         say(f"\n{found}")
 
 
-def sweep(
-    given: Given,
-    *,
-    values: list[Annotated[str, Shown("NAME=LIST")]],
-    metric: str | None = None,
-    out: Folder | None = None,
-) -> None:
-    """Train a population with different settings, and rank them.
-
-    Args:
-        given: The settings of the run. --seeds is the number of seeds of each setting.
-        values: Values of a setting: lr=0.001,0.01,0.1, optimizer.weight_decay=..., mixup.alpha=...; repeat it to train
-            all combinations.
-        metric: Metric to rank by (default: eval/loss).
-        out: Write the run of the population there, or resume it.
-
-    Examples:
-        python -m purecompose sweep --values lr=0.001,0.003,0.01,0.03 --duration 10ep --compile
-        python -m purecompose sweep --values lr=0.001,0.01 --values mixup.alpha=0.1,0.4
-    """
-    with _prepared(given) as parts:
-        with reported_as("--values"):
-            numbers = dict(map(_values, values))
-            step, state = _with_names(parts.setup.plain_step, parts.setup.state, numbers)
-        found = analysis.sweep(
-            parts.compiled(step),
-            state,
-            parts.setup.train_data,
-            numbers,
-            evaluate=parts.evaluator,
-            metric=metric or f"{parts.setup.watched}/loss",
-            seeds=parts.settings.seeds,
-            folder=out,
-        )
-        say(found)
-
-
 def lr_range(
     given: Given,
     *,
@@ -286,59 +238,3 @@ def lr_range(
         step, state, data = parts.setup.step, parts.setup.state, parts.setup.train_data
         found = analysis.learning_rate_range(step, state, data, low=low, high=high, num_batches=batches)
         say(found)
-
-
-def _with_names(step: Step, state: State, names: Iterable[str]) -> tuple[Step, State]:
-    """Return the step and the state with named scalars in place of settings.
-
-    Args:
-        step: The step.
-        state: The state.
-        names: "lr", "optimizer.ARGUMENT" or "METHOD.ARGUMENT", which are also the names of the scalars.
-    """
-    for name in names:
-        owner, dot, argument = name.partition(".")
-        if name == "lr":
-            state = with_named_rate(state, keeps_schedule=True)
-        elif dot and owner == "optimizer":
-            scalar = hparam(name, _number(getattr(state.optimizer, argument, None), name))
-            changed = dataclasses.replace(state.optimizer, **{argument: scalar})
-            state = state.replace(optimizer=changed).with_hparams([scalar])
-        else:
-            step, scalar = _with_named_argument(step, name)
-            state = state.with_hparams([scalar])
-    return step, state
-
-
-def _with_named_argument(step: Step, name: str) -> tuple[Step, Hparam]:
-    """Return the step in which an argument of a method is a named scalar, and the scalar."""
-    owner, _, argument = name.partition(".")
-    methods = {method.name: method for method in step.algorithms}
-    if owner not in methods or owner not in FACTORIES or not argument:
-        known = ", ".join(["lr", "optimizer.ARGUMENT", *(f"{one}.ARGUMENT" for one in methods if one in FACTORIES)])
-        raise ValueError(f"{name}: there is no such setting in this run; there are {known}")
-    call = specs.by_name(specs.parse_one(repr(methods[owner])), FACTORIES)
-    if argument not in call.kwargs:
-        raise ValueError(f"{name}: {owner} has the arguments {', '.join(call.kwargs)}")
-    scalar = hparam(name, _number(call.kwargs[argument], name))
-    named_call = dataclasses.replace(call, kwargs={**call.kwargs, argument: scalar})
-    methods[owner] = specs.build(named_call, FACTORIES, "algorithm")
-    return step.replace(algorithms=list(methods.values())), scalar
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}: expected a setting that is a number, got {value!r}")
-    return float(value)
-
-
-def _values(text: str) -> tuple[str, list[float]]:
-    """Return the name and the numbers in NAME=LIST."""
-    name, equals, given = text.partition("=")
-    try:
-        numbers = [float(one) for one in given.split(",")]
-    except ValueError:
-        numbers = []
-    if not equals or not name or not numbers:
-        raise ValueError(f"{text}: expected a name and numbers, such as lr=0.001,0.01,0.1")
-    return name.strip(), numbers

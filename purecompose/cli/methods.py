@@ -16,18 +16,16 @@ from typing import Annotated, Any
 from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES, GROUPS
-from purecompose.cli.data import TEXT
 from purecompose.cli.options import List, Number, Run, Shown, Time, UsageError, one_line, reported_as
-from purecompose.cli.own import imported
-from purecompose.cli.settings import Given, settings_of
-from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
+from purecompose.cli.settings import Given, imported, settings_of
+from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
 from purecompose.core.state import State
 
 
-Algorithm = Annotated[str, Shown("ALGORITHM", tuple(sorted(FACTORIES)))]
+Algorithm = Annotated[str, Shown("ALGORITHM")]
 
 
-def algorithms(name: Annotated[str, Shown("NAME", tuple(sorted(FACTORIES)))] | None = None) -> None:
+def algorithms(name: Annotated[str, Shown("NAME")] | None = None) -> None:
     """List the algorithms, or show the card of one.
 
     Args:
@@ -93,7 +91,7 @@ def _tokens(setup: Setup) -> int:
 
 
 def check(
-    algorithms: list[Annotated[str, Shown("ALGORITHM", ("all", *sorted(FACTORIES)))]],
+    algorithms: list[Algorithm],
     *,
     neutral: Algorithm | None = None,
     tasks: List | None = None,
@@ -115,6 +113,9 @@ def check(
     Examples:
         python -m purecompose check my_module:my_algorithm
         python -m purecompose check "mixup(0.2)" --laws draws_keyed,compiled_agrees
+
+    A case takes one to three steps at a point of a run of one to four epochs with one to three batches each, or of a
+    longer run if the algorithm acts only later.
     """
     testing = _testing()
     shipped = [example for row in testing.shipped.SHIPPED.values() for example in row.examples]

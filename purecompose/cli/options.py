@@ -62,18 +62,17 @@ def check_target(option: str, path: str) -> None:
 
 
 class Shown(NamedTuple):
-    """How a value is written in the help, and what a shell may complete it to."""
+    """How a value is written in the help."""
 
     metavar: str | None = None
     names: tuple[str, ...] = ()
-    """Names that a shell completes and the help lists; other values are possible."""
+    """Names that the help lists; other values are possible."""
     bare: str | None = None
     """The value of an option that is given without one."""
 
 
 Number = Annotated[int, Shown("N")]
 Real = Annotated[float, Shown("NUMBER")]
-Text = Annotated[str, Shown("TEXT")]
 List = Annotated[str, Shown("LIST")]
 Time = Annotated[str, Shown("TIME")]
 Run = Annotated[str, Shown("RUN")]
@@ -134,11 +133,10 @@ def _add_option(
             given["choices"] = get_args(value)
         else:
             given |= {"type": _reader(value, note), "metavar": note.metavar}
-            given |= {"choices": _Names(note.names)} if note.names else {}
         if note.bare is not None:
             given |= {"nargs": "?", "const": note.bare}
     words, by_default, its_default = words.rstrip(".").partition(" (default: ")
-    if note.names and len(note.names) <= _MOST_NAMES:
+    if note.names:
         words += f": {', '.join(note.names)}"
     if type(default) in (int, float, str):
         by_default, its_default = " (default: ", f"{default})"
@@ -148,17 +146,6 @@ def _add_option(
     else:
         given |= {} if is_required or "nargs" in given else {"nargs": "?"}
         parser.add_argument(name, help=words.replace("%", "%%"), **given)
-
-
-_MOST_NAMES = 12
-"""Number of names up to which the help lists them."""
-
-
-class _Names(tuple[str, ...]):
-    """Choices that are only suggestions: every other value is accepted, too."""
-
-    def __contains__(self, _: object) -> bool:
-        return True
 
 
 def _reader(kind: type, note: Shown) -> Callable[[str], Any]:

@@ -4,40 +4,30 @@ import csv
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TextIO
 
-import torch
-from torch import Tensor
-
-from purecompose import batch as batches, random
-from purecompose._support.device import AUTOCAST, arithmetic
+from purecompose import batch as batches
 from purecompose._support.messages import is_remote, say, with_urls
-from purecompose.cli.data import TEXT, Data, Kind
-from purecompose.cli.options import File, Number, Run, Shown, Text, UsageError, check_target, one_line, reported_as
-from purecompose.cli.own import allowed_by
-from purecompose.cli.settings import Settings, settings_of
-from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
+from purecompose.cli.options import File, Run, Shown, UsageError, check_target, one_line, reported_as
+from purecompose.cli.settings import Settings, allowed_by, settings_of
+from purecompose.cli.setup import Data, Kind, Setup, arithmetic_of, completed, prepare
 from purecompose.core.compose import Step
-from purecompose.core.loop import predict_events
 from purecompose.core.state import State
-from purecompose.data import Arrays, CharacterVocabulary, TextData
+from purecompose.data import Arrays, TextData
 from purecompose.errors import CheckpointWarning
 from purecompose.losses import metrics
 from purecompose.records import draw_curves, read_run
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
 from purecompose.run.saving import load, newest
-from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in, read_index
+from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in
 from purecompose.run.saving.remote import fetched
-from purecompose.surgery.weights import to_module
-from purecompose.time.event import Event
 
 
-_LENGTH = 200
 Which = Annotated[str, Shown("NAME", ("newest", "best"))]
 
 
@@ -121,10 +111,9 @@ class KeptRun:
         """Return the settings in the run's folder, with other data if given."""
         return settings_of(_places(self.run)[0]) | ({} if self.data is None else {"data": self.data})
 
-    def completed(self, changes: Mapping[str, Any] | None = None, data: Data | None = None) -> tuple[Settings, Data]:
-        """Return all settings of the run, with some changed, and the data."""
-        allowed = allowed_by({"data": self.data}, self.allow_imports)
-        return completed(self.settings() | dict(changes or {}), data, allowed=allowed)
+    def completed(self) -> tuple[Settings, Data]:
+        """Return all settings of the run, and the data."""
+        return completed(self.settings(), allowed=allowed_by({"data": self.data}, self.allow_imports))
 
 
 class _Trained(NamedTuple):
@@ -224,39 +213,21 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def predict(
-    kept: KeptRun,
-    *,
-    checkpoint: Which = "newest",
-    out: File | None = None,
-    prompt: Text | None = None,
-    length: Number | None = None,
-    seed: Number | None = None,
-) -> None:
-    """Write the classes that a run's checkpoint predicts, or continue a text.
+def predict(kept: KeptRun, *, checkpoint: Which = "newest", out: File | None = None) -> None:
+    """Write the classes that a run's checkpoint predicts; of a text, the next characters.
 
     Args:
         kept: The run.
         checkpoint: Name of the checkpoint, or one of these.
-        out: CSV file, or a text file with --prompt (default: standard output).
-        prompt: For a language model: write a continuation of this text, not a CSV.
-        length: With --prompt: characters to add (default: 200).
-        seed: With --prompt: seed of the draws (default: 0).
+        out: CSV file (default: standard output).
 
     Examples:
         python -m purecompose predict runs/a --out predictions.csv
-        python -m purecompose predict runs/text --prompt "ROMEO:" --length 500
     """
     if out is not None:
         check_target("--out", out)
     if kept.settings().get("seeds", 1) > 1:
         raise UsageError(f"{kept.run} trained a population; predictions are those of a single network")
-    if prompt is not None:
-        _write_text(kept, checkpoint, out, prompt, _LENGTH if length is None else length, seed or 0)
-        return
-    for name, value in (("length", length), ("seed", seed)):
-        if value is not None:
-            raise UsageError(f"--{name} needs --prompt TEXT, the text that a language model continues")
     settings, data = kept.completed()
     with arithmetic_of(settings):
         run = _at_checkpoint(kept.run, checkpoint, settings, data)
@@ -291,62 +262,6 @@ def _opened(path: str | None) -> Iterator[TextIO]:
         file = Path(path).open("w", newline="", encoding="utf-8")
     with file:
         yield file
-
-
-def _write_text(kept: KeptRun, checkpoint: str, out: str | None, prompt: str, length: int, seed: int) -> None:
-    """Write the continuation of a prompt by a language model, character by character."""
-    settings = kept.settings()
-    if "vocabulary" not in settings:
-        raise UsageError("--prompt: expected a run on text, got one that trained a network for images")
-    if kept.data is not None:
-        raise UsageError("--data: a prompt is continued without data; leave it out")
-    if not prompt or length < 1:
-        raise UsageError(f"--{'length' if prompt else 'prompt'}: expected at least one character")
-    with reported_as("--seed"):
-        key = random.key(seed)
-    vocabulary, window = CharacterVocabulary(settings["vocabulary"]), settings["length"]
-    with reported_as("--prompt"):
-        tokens = vocabulary.encode(prompt)
-    # The run's text itself is not needed: the network depends on its shape, the schedules on the number of batches.
-    index = read_index(checkpoint_of(kept.run, checkpoint, TEXT))
-    num = index.time["batches_per_epoch"] * settings["batch_size"]
-    blank = torch.zeros(1, window, dtype=torch.int64).expand(num, -1)
-    data = TextData(blank, blank, blank, blank, vocabulary, num_dropped=0)
-    found, _ = kept.completed({"validation": 0.0, "limit_batches": None}, data)
-    with arithmetic_of(found):
-        run = _at_checkpoint(kept.run, checkpoint, found, data)
-        draws = random.uniform(key, (length,)).tolist()
-        with _opened(out) as file:
-            say(vocabulary.decode(tokens), end="", file=file, flush=True)
-            for token in _continued(run.state, run.setup.plain_step, tokens, window, draws):
-                say(vocabulary.decode(token), end="", file=file, flush=True)
-            say(file=file)
-
-
-def _continued(state: State, step: Step, tokens: Tensor, window: int, draws: list[float]) -> Iterator[Tensor]:
-    """Yield the tokens (1,) that follow, one for each draw, with the network's probabilities.
-
-    The network sees at most `window` previous tokens, and uses the weights that the step's methods predict with, such
-    as averages. The same draws produce the same text.
-    """
-    # The event fires once and the network is called as a plain module, because a step analyses each new batch shape,
-    # and here each input is longer than the last.
-    state = step.replace(program=predict_events).fire(Event.PREDICT_START, state)
-    net, precision = to_module(state).eval(), state.context.precision
-    narrow = AUTOCAST.get(precision)
-    tokens = tokens.to(state.device)
-    for draw in draws:
-        with (
-            torch.no_grad(),
-            arithmetic(precision, state.device),
-            torch.autocast(state.device.type, narrow, enabled=narrow is not None),
-        ):
-            outputs = net(tokens[None, -window:])
-        shares = outputs[0, :, -1].double().softmax(0).cumsum(0)
-        # Rounding may leave the sum a little below the draw.
-        token = torch.searchsorted(shares, draw).clamp(max=len(shares) - 1)[None]
-        tokens = torch.cat([tokens, token])
-        yield token
 
 
 def plot(

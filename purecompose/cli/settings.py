@@ -1,11 +1,19 @@
-"""The settings that define a run, and their sources: options, a recipe, a file, and a run's folder."""
+"""The settings that define a run, and their sources: options, a recipe, a file, and a run's folder.
+
+Settings may name the user's own code, `my_module:name`, for algorithms, networks and data. Importing a module runs its
+code. A name in a file, such as a run's `config.toml`, is therefore imported only if the command line names it too, or
+has `--allow-imports`.
+"""
 
 import dataclasses
+import importlib
+import os
 import shlex
+import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, get_type_hints
 
 from purecompose import losses, optim, schedule
@@ -14,8 +22,8 @@ from purecompose._support.device import PRECISIONS
 from purecompose._support.files import read_whole
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.recipes import RECIPES, recipe
-from purecompose.cli.options import KINDS, File, Number, Shown, Time, UsageError, option_of, parts_of, reported_as
-from purecompose.cli.own import allowed_by
+from purecompose.cli.options import KINDS, File, List, Number, Shown, Time, UsageError, option_of, parts_of, reported_as
+from purecompose.core.algorithm import Algorithm
 from purecompose.nn.models import MODELS, check_options
 
 
@@ -62,8 +70,7 @@ class Settings:
             text file *.txt, or my_module:my_data.
         length: For text: characters per window, which is one example (default: 128).
         vocabulary: For text: the characters in the order of their numbers (default: the file's, sorted).
-        model: Network, with options: cnn(width=8); also timm:NAME, transformers:CLASS(...) or my_module:my_net(...)
-            (default: cnn; gpt for text).
+        model: Network, with options: cnn(width=8); also my_module:my_net(...) (default: cnn; gpt for text).
         algorithms: Names or calls, separated by commas, also my_module:my_algorithm; or none; the command algorithms
             lists the names (default: mixup,label_smoothing,selective_backprop; none for text).
         loss: Loss for images.
@@ -92,7 +99,7 @@ class Settings:
     length: Number | None = None
     vocabulary: Annotated[str, Shown("CHARACTERS")] | None = None
     model: Annotated[str, Shown("MODEL", tuple(MODELS))] | None = None
-    algorithms: Annotated[str, Shown("LIST", ("none", *sorted(FACTORIES)))] | None = None
+    algorithms: List | None = None
     loss: Annotated[str, Shown("LOSS", tuple(LOSSES))] = "cross_entropy"
     optimizer: Annotated[str, Shown("CALL", tuple(OPTIMIZERS))] | None = None
     schedule: Annotated[str, Shown("CALL", tuple(SCHEDULES))] | None = None
@@ -300,3 +307,75 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text.strip()
+
+
+_WITH_CODE = ("algorithms", "model", "data")
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name refers to the user's own code, `my_module:name`."""
+    return specs.OWN_NAME.fullmatch(name) is not None
+
+
+def imported(name: str) -> Any:
+    """Import `my_module:name`, also from the current folder."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not search the current folder
+        sys.path.insert(0, os.getcwd())
+    if module.endswith(".py"):
+        stem = PurePath(module).stem
+        raise specs.SpecError(f"{name}: expected a module's name, not a file's, such as {stem}:{attribute}")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        if not isinstance(error, ModuleNotFoundError) or not f"{module}.".startswith(f"{error.name}."):
+            raise specs.SpecError(f"{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+        raise specs.SpecError(f"{name}: there is no module {error.name!r} in {os.getcwd()}, or installed") from error
+    if not hasattr(found, attribute):
+        raise specs.SpecError(f"{name}: the module {module} has no {attribute!r}")
+    return getattr(found, attribute)
+
+
+class _OwnToo(dict[str, Callable[..., Any]]):
+    """Factories by name, including the user's own ones, which are imported on access."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and is_own(name))
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        found = imported(name)
+        return (lambda: found) if isinstance(found, Algorithm) else found
+
+
+ALGORITHMS: Mapping[str, Callable[..., Any]] = _OwnToo(FACTORIES)
+"""The factories of algorithms by name, those in modules of the user among them."""
+
+
+def allowed_by(given: Mapping[str, Any], allow_imports: bool) -> Collection[str] | None:
+    """Return the names that may be imported: those in the settings on the command line; `None` for all."""
+    return None if allow_imports else _names(given)
+
+
+def check_imports(settings: Mapping[str, Any], allowed: Collection[str] | None) -> None:
+    """Raise if settings name code that may not be imported; `None` allows all.
+
+    A setting that is not on the command line is from a file, such as that of a run.
+    """
+    foreign = [] if allowed is None else sorted(_names(settings) - set(allowed))
+    if foreign:
+        raise UsageError(
+            f"the settings in a file name code to import, {', '.join(foreign)}: if you trust the file, add "
+            "--allow-imports (in Python allow_imports=True), or give the code on the command line too"
+        )
+
+
+def _names(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of the user's own code in settings."""
+    found = set()
+    for name in _WITH_CODE:
+        text = settings.get(name) or ""
+        try:
+            found |= {text} if name == "data" else {call.name for call in specs.parse(text)}
+        except specs.SpecError:
+            pass  # raises again, with a message, when the setting is used
+    return {name for name in found if is_own(name)}

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from purecompose._support import specs
 from purecompose._support.messages import say
-from purecompose.cli.data import TEXT
 from purecompose.cli.options import Folder, Shown, UsageError, option_of, reported_as
 from purecompose.cli.processes import Processes, processes_here
 from purecompose.cli.results import best_in
 from purecompose.cli.settings import Given, Settings, command_of, read_config
-from purecompose.cli.setup import Setup, arithmetic_of, completed, prepare
+from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
 from purecompose.core.state import State
 from purecompose.data import TextData
 from purecompose.errors import CheckpointError

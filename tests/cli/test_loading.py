@@ -11,9 +11,9 @@ from torch import nn
 
 from purecompose import State, losses, optim
 from purecompose.cli import load_run
-from purecompose.cli.data import IMAGES, TEXT
 from purecompose.cli.options import UsageError
 from purecompose.cli.results import KeptRun, checkpoint_of
+from purecompose.cli.setup import IMAGES, TEXT
 from purecompose.run.saving import save
 from purecompose.run.saving.files import to_json
 from purecompose.run.saving.folder import read_index

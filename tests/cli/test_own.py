@@ -1,6 +1,5 @@
 """User-defined code on the command line, and when it is executed."""
 
-import importlib
 import pathlib
 import sys
 
@@ -115,16 +114,3 @@ def test_missing_attributes_of_user_code_are_reported_in_one_line(arguments, sai
     assert main(["train", *SHORT, *arguments]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
-
-
-def test_networks_of_libraries(folder, capsys):
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = "hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=4, patch_size=2"
-    model = f"transformers:ViTForImageClassification({sizes}, num_channels=1)"
-    assert main(["train", "--model", model, "--data", "own_code:data", "--algorithms", "none", *SHORT]) == 0
-    try:
-        importlib.import_module("timm")
-    except (ImportError, RuntimeError):
-        return
-    assert main(["train", "--model", "timm:no_such_network", "--quiet"]) == 2
-    assert "--model: timm:no_such_network: Unknown model" in capsys.readouterr().err

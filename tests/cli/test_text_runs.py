@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from purecompose import compose, data, loop_events, losses, optim, random, to_module
+from purecompose import compose, data, loop_events, losses, optim, to_module
 from purecompose.cli import load_run, main
 from purecompose.cli.settings import read_config
 from purecompose.cli.training import checksum as checksum_of
 from purecompose.core.state import State
 from purecompose.data import CharacterVocabulary
 from purecompose.nn import layers, models
-from purecompose.run.saving import load
 
 
 TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'};\n" for i in range(180))
@@ -127,7 +126,6 @@ def test_a_given_vocabulary_is_part_of_the_command(run: Run) -> None:
     words = shlex.split(pathlib.Path("a/command.txt").read_text())[3:]
     assert words[words.index("--vocabulary") + 1] == larger
     assert checksum(run(*words[: words.index("--out")], "--quiet")[1]) == checksum(first)
-    assert run("predict", "a", "--prompt", "xyz", "--length", "3")[0] == 0
 
 
 def test_evaluation_of_the_run_and_of_another_text(run: Run, trained: pathlib.Path) -> None:
@@ -160,60 +158,13 @@ def test_predictions_are_characters(run: Run, trained: pathlib.Path) -> None:
     assert share == pytest.approx(found["accuracy"], abs=1e-6)
 
 
-def test_a_prompt_is_continued_depending_on_the_seed(run: Run, trained: pathlib.Path) -> None:
-    def written(*arguments: str) -> str:
-        status, out, err = run("predict", str(trained), "--prompt", "7 is", *arguments)
-        assert (status, err) == (0, "")
-        return out.removesuffix("\n")
-
-    text = written("--length", "40")  # longer than a window
-    assert text.startswith("7 is") and len(text) == 44 and set(text) <= set(TEXT)
-    assert written("--length", "40", "--seed", "0") == text != written("--length", "40", "--seed", "1")
-    assert text.startswith(written("--length", "10"))
-    assert run("predict", str(trained), "--prompt", "7 is", "--length", "40", "--out", "t.txt")[0] == 0
-    assert pathlib.Path("t.txt").read_text() == f"{text}\n"
-
-
 @pytest.mark.slow
-def test_a_prompt_only_needs_the_settings_and_the_checkpoint(run: Run) -> None:
-    # The warm-up depends on the run's number of batches, which is unknown without the text.
-    settings = ("--schedule", "cosine(warmup=12ba)", "--validation", "0.25")
-    assert run("train", *SHORT, *settings, "--out", "a")[0] == 0
-    wanted = ("predict", "a", "--prompt", "7 is", "--length", "20")
-    text = run(*wanted)
-    pathlib.Path("book.txt").unlink()
-    assert run(*wanted) == text and text[0] == 0 and text[2] == ""
-    assert run("predict", "a")[0] == 2
-
-
-@pytest.mark.slow
-def test_predictions_and_texts_use_averaged_weights(run: Run) -> None:
+def test_predictions_use_averaged_weights(run: Run) -> None:
     assert run("train", *SHORT, "--algorithms", "ema(smoothing=1.0)", "--out", "a")[0] == 0  # keeps the first weights
     assert run("train", *SHORT, "--optimizer", "sgd(lr=0.0)", "--out", "b")[0] == 0
-    asked = ("--prompt", "7 is", "--length", "30")
-    assert run("predict", "a", *asked) == run("predict", "b", *asked)
     assert run("predict", "a") == run("predict", "b")
     live, held = (load_run(one).state.params["net.norm.weight"] for one in ("a", "b"))
     assert not torch.equal(live, held)
-
-
-def test_a_text_equals_prediction_character_by_character(run: Run, trained: pathlib.Path) -> None:
-    # By the network only, as a plain module: the first character whose cumulative probability exceeds the draw.
-    written = run("predict", str(trained), "--prompt", "7 is", "--length", "30", "--seed", "3")[1]
-    net = models.build("gpt", in_shape=(16,), num_classes=len(VOCABULARY), seed=0, width=8, depth=1, num_heads=2)
-    net = layers.ClassesSecond(net).eval()
-    state = State.create(
-        net, loss=losses.cross_entropy, optimizer=optim.adam(0.1), key=0, duration="1ep", batches_per_epoch=1
-    )
-    (path,) = [one for one in (trained / "checkpoints").iterdir() if one.name.startswith("ep0002")]
-    with pytest.warns(UserWarning, match="loaded with differences|not to the same bits"):
-        net = to_module(load(path, state, strict=False)).eval()
-    text = "7 is"
-    for draw in random.uniform(random.key(3), (30,)).tolist():
-        logits = net(VOCABULARY.encode(text)[None, -16:])[0, :, -1]
-        sums = logits.double().softmax(0).cumsum(0).tolist()
-        text += VOCABULARY.characters[next(i for i, total in enumerate(sums) if total >= draw)]
-    assert written == f"{text}\n"
 
 
 @pytest.mark.slow
@@ -222,30 +173,13 @@ def test_a_methods_warning_is_one_line_and_only_printed_by_the_run(run: Run) -> 
     status, _, err = run("train", *SHORT, "--algorithms", "squeeze_excite", "--out", "a")
     assert status == 0 and err.startswith("warning: ") and err.count("\n") == 1 and "Conv2d" in err
     assert run("plan", "a")[2] == err
-    assert run("evaluate", "a")[2] == run("predict", "a")[2] == run("predict", "a", "--prompt", "7")[2] == ""
-
-
-def test_a_text_is_found_by_its_name(run: Run) -> None:
-    pathlib.Path("data").mkdir()
-    pathlib.Path("data/tinyshakespeare.txt").write_text(TEXT)
-    pathlib.Path("novel.txt").write_text(TEXT)
-    found = [checksum(run("train", *SHORT, "--data", name)[1]) for name in ("book.txt", "novel", "tinyshakespeare")]
-    assert len(set(found)) == 1
-    pathlib.Path("BOOK.TXT").write_text(TEXT)
-    assert checksum(run("train", *SHORT, "--data", "BOOK.TXT")[1]) == found[0]
-    pathlib.Path("book.md").write_text(TEXT)
-    for name in ("book.md", "nowhere"):
-        status, _, err = run("train", *SHORT, "--data", name)
-        assert status == 2 and "A text's file ends in .txt" in err
-    pathlib.Path("digits.txt").write_text(TEXT)
-    assert "--vocabulary: digits holds images" in run("train", "--vocabulary", "ab")[2]
+    assert run("evaluate", "a")[2] == run("predict", "a")[2] == ""
 
 
 REFUSED = [
     (["--model", "cnn"], "--model: cnn is a network for images; for text there is gpt"),
     (["--data", "digits"], "--length: digits holds images; --length is for text"),
     (["--data", "nowhere.txt"], "--data: load_text: there is no file nowhere.txt"),
-    (["--data", "tinyshakespeare"], "a name is looked for here and in a folder data"),
     (["--data", "latin.txt"], "latin.txt is not UTF-8: byte 2 is 0xfc"),
     (["--length", "500"], "book.txt is too short for windows of 500: it has"),
     (["--length", "0"], "--length: 0: expected a number of characters"),
@@ -274,23 +208,6 @@ def test_settings_for_text_are_refused_for_images(run: Run) -> None:
         assert status == 2 and said in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--prompt", ""], "--prompt: expected at least one character"),
-        (["--prompt", "ÄÖ"], "--prompt: the text has 2 characters that the vocabulary of 20 lacks: 'Ä', 'Ö'"),
-        (["--prompt", "7", "--length", "0"], "--length: expected at least one character"),
-        (["--length", "5"], "--length needs --prompt TEXT"),
-        (["--seed", "5"], "--seed needs --prompt TEXT"),
-        (["--prompt", "7", "--seed", "-1"], "error: --seed: key"),
-        (["--prompt", "7", "--data", "book.txt"], "--data: a prompt is continued without data"),
-    ],
-)
-def test_bad_prompts_are_refused(run: Run, trained: pathlib.Path, arguments: list[str], said: str) -> None:
-    status, out, err = run("predict", str(trained), *arguments)
-    assert (status, out) == (2, "") and said in err
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # for attention under vmap on a CPU
 def test_seeds_train_a_population(run: Run) -> None:
@@ -299,5 +216,5 @@ def test_seeds_train_a_population(run: Run) -> None:
     found = json.loads(run("evaluate", "a", "--json")[1])
     alone = run("train", *SHORT, "--seed", "1", "--duration", "3ba")[1]
     assert found["loss"][1] == pytest.approx(value(alone, "loss"), rel=1e-3)
-    status, _, err = run("predict", "a", "--prompt", "7")
+    status, _, err = run("predict", "a")
     assert status == 2 and "trained a population" in err
