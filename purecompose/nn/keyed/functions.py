@@ -370,6 +370,16 @@ def _enter(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
         return past_dispatch(func)(*args, **kwargs)
 
 
+def _gumbel_softmax(
+    draws: Draws, func: Any, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    """Return torch's soft form; if `hard`, its one-hot form, which torch scatters in place, as `vmap` cannot do."""
+    soft = _enter(draws, func, logits, tau, False, eps, dim)
+    if not hard:
+        return soft
+    return torch.zeros_like(soft).scatter(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft
+
+
 @functools.cache
 def past_dispatch(func: types.FunctionType) -> types.FunctionType:
     """Return a copy of `func` that does not check whether a mode overrides it.
@@ -386,7 +396,7 @@ def past_dispatch(func: types.FunctionType) -> types.FunctionType:
 
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
-_COMPOSITES = (*_DROPOUTS, F.multi_head_attention_forward, F.gumbel_softmax)
+_COMPOSITES = (*_DROPOUTS, F.multi_head_attention_forward)
 
 HANDLERS: dict[Any, Handler] = {
     torch.empty: _empty,
@@ -408,6 +418,7 @@ HANDLERS: dict[Any, Handler] = {
     Tensor.normal_: _fill(fill_normal),
     Tensor.uniform_: _fill(fill_uniform),
     **dict.fromkeys(_COMPOSITES, _enter),
+    F.gumbel_softmax: _gumbel_softmax,
     F.scaled_dot_product_attention: _attention,
     torch.dropout: _kernel(features=False, inplace=False),
     torch.dropout_: _kernel(features=False, inplace=True),
