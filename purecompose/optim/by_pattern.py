@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 from torch import Tensor, nn
 
 from purecompose._support.checks import shown, suggests_keywords
-from purecompose.optim.base import ByGroup, Optimizer, OptState, Rate, Value, can_move, match_or_raise
+from purecompose.optim.base import ByGroup, Optimizer, OptState, Rate, Value, can_move, cells, match_or_raise
 from purecompose.optim.protocol import check_optimizer
 from purecompose.schedule import number
 from purecompose.schedule.declared import Within, checked
@@ -108,8 +108,8 @@ class ByPattern:
                 )
         found: dict[str, dict[str, Tensor]] = {}
         for i, names in parts.items():
-            own = self._optimizer(i).init({name: params[name] for name in names})
-            _check_form(own, names, self._optimizer(i))
+            own = self.own(i).init({name: params[name] for name in names})
+            _check_form(own, names, self.own(i))
             for slot, leaves in own.items():
                 found.setdefault(slot, {}).update(leaves)
         return {slot: {name: leaves[name] for name in params if name in leaves} for slot, leaves in found.items()}
@@ -131,7 +131,7 @@ class ByPattern:
         left = dict(grads)
         del grads  # as in ByGroup.update
         for i, names in self.parts(left, params).items():
-            moved, slots = self._optimizer(i).update(
+            moved, slots = self.own(i).update(
                 {name: left.pop(name) for name in names},
                 {
                     slot: own
@@ -156,7 +156,8 @@ class ByPattern:
             parts.setdefault(own, []).append(name)
         return parts
 
-    def _optimizer(self, i: int) -> Any:
+    def own(self, i: int) -> Any:
+        """Return the optimizer of a number in `parts`."""
         return self.groups[i][1] if i < len(self.groups) else self.rest
 
 
@@ -273,6 +274,35 @@ def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tu
     if _is_around(optimizer):
         return dataclasses.replace(optimizer, inner=map_leaves(change, optimizer.inner, up_to=up_to))
     return change(optimizer)
+
+
+def rules_of(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return, for each parameter by name, the optimizer with the settings that move it."""
+    if isinstance(optimizer, ByPattern):
+        found: dict[str, Any] = {}
+        for i, names in optimizer.parts(params, params).items():
+            found |= rules_of(optimizer.own(i), {name: params[name] for name in names})
+        return found
+    if isinstance(optimizer, ByGroup):
+        return {name: cell.rule for cell in cells(optimizer, tuple(params)) for name in cell.names}
+    return rules_of(optimizer.inner, params) if _is_around(optimizer) else dict.fromkeys(params, optimizer)
+
+
+def without_groups(optimizer: Any) -> Any:
+    """Return the optimizer without settings for parameters by name; of `by_pattern`, that of the other parameters.
+
+    Example:
+        >>> from purecompose import optim
+        >>> without_groups(optim.by_pattern({"*.bias": optim.adam()}, optim.sgd(0.1, groups={"*.norm": {"lr": 0.2}})))
+        sgd(lr=0.1)
+    """
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, ByPattern):
+            return without_groups(part.rest)
+        return dataclasses.replace(part, groups=()) if isinstance(part, ByGroup) else part
+
+    return map_leaves(changed, optimizer, up_to=ByPattern)
 
 
 def settings_of(leaf: Any) -> Mapping[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -15,8 +13,7 @@ from purecompose import random
 from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.nn.model import Model, from_module
-from purecompose.optim.base import ByGroup, cells
-from purecompose.optim.by_pattern import ByPattern, map_leaves
+from purecompose.optim.by_pattern import rules_of
 from purecompose.optim.protocol import carried
 from purecompose.random.keys import as_rng
 from purecompose.surgery.visiting import (
@@ -67,8 +64,6 @@ class Surgery(NamedTuple):
     """Buffers by their new names; kept buffers are the same tensors."""
     frozen: frozenset[str]
     """Names of frozen parameters: those frozen before, and made ones with `requires_grad=False`."""
-    optimizer: Any
-    """Optimizer, without groups that have lost all their parameters."""
     opt_state: Any
     """State of the optimizer: unchanged for kept parameters, and fresh for made ones."""
     report: Report
@@ -97,15 +92,13 @@ def replace(
     module that they replace. New parameters are moved to the device of the network, floating ones to the floating dtype
     of the module that they replace.
 
-    A rule is given a copy of the module that shares its tensors. It may change settings, and remove parameters and
-    modules: if it returns the changed module itself, this counts as a replacement. Changes to modules that are not
-    replaced are an error.
+    A rule is given a copy of the module that shares its tensors. It may change settings of this module, and remove
+    parameters and modules from it, if it returns the module, which then counts as replaced.
 
     Args:
         model: The architecture, such as `from_module(net).model` or `state.model`.
         rules: The rules by type of module, including subclasses. Each rule is called with the module, whose tensors it
-            may reuse but must not write into, and its `Site`. The module is not replaced if the rule returns `None`, or
-            the module unchanged.
+            may reuse but must not write into, and its `Site`. The module is not replaced if the rule returns `None`.
         params: The parameters by name.
         buffers: The buffers by name.
         key: The key with which new parameters are drawn.
@@ -120,13 +113,13 @@ def replace(
 
     Raises:
         TypeError: A rule returned something other than a module or `None`, or `opt_state` is given without `optimizer`.
-        ValueError: Two rules replace the same module, or a pattern matches no module.
-        RuntimeError: A rule tried to write into a tensor of the network, or changed settings of a module that was not
-            replaced.
+        ValueError: Two rules replace the same module, a pattern matches no module, or a group of the optimizer has lost
+            all its parameters.
+        RuntimeError: A rule tried to write into a tensor of the network.
 
     Warns:
-        UserWarning: No module was replaced, and the network has no module with the rule `None`; parameters are in
-            another group of the optimizer by their new names; or a group of the optimizer has lost all its parameters.
+        UserWarning: No module was replaced, and the network has no module with the rule `None`; or parameters are in
+            another group of the optimizer by their new names.
     """
     if opt_state is not None and optimizer is None:
         raise TypeError("surgery.replace: expected the optimizer of opt_state, got None; give both or neither")
@@ -138,7 +131,6 @@ def replace(
     originals = Originals(root, given, name)
     reach = within(root, where, model.frozen_parts(frozen) if skips_frozen else ())
     found = list(replacements(root, rules, as_rng(key, name), originals, reach))
-    originals.check_settings(site.name for site, _, _ in found)
     if not found and not any(isinstance(module, left_alone(rules)) for module in root.modules()):
         warn_of_nothing(name, root, rules, reach)
     root = with_replacements(root, found, originals)
@@ -158,14 +150,17 @@ def replace(
     now_frozen = parts.frozen.union(others.intersection(frozen or ()))
     kept_params = {new: old for new, old in kept.items() if new in params}
     if optimizer is not None:
-        optimizer = fitted(name, optimizer, before, params, kept_params)
+        _warn_of_moves(name, optimizer, before, params, kept_params)
     if opt_state is not None:
-        opt_state = carried(optimizer, opt_state, params, kept_params, now_frozen)
+        try:
+            opt_state = carried(optimizer, opt_state, params, kept_params, now_frozen)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}; patterns have to match names before and after the surgery") from error
     stayed = set(kept.values())
     gone = tuple(name for name in given if name not in stayed)
     made = tuple(name for name in (*params, *buffers) if name not in kept)
     report = Report(tuple(site.name for site, _, _ in found), kept, gone, made)
-    return Surgery(parts.model, params, buffers, now_frozen, optimizer, opt_state, report)
+    return Surgery(parts.model, params, buffers, now_frozen, opt_state, report)
 
 
 @overload
@@ -269,112 +264,23 @@ def _set_trained(root: nn.Module, names: Iterable[str], frozen: frozenset[str]) 
             param.requires_grad_(name not in frozen)
 
 
-def fitted(
+def _warn_of_moves(
     name: str, optimizer: Any, before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: Mapping[str, str]
-) -> Any:
-    """Return the optimizer without the groups, and the patterns of `by_pattern`, that have lost all their parameters.
+) -> None:
+    """Warn of parameters to which an optimizer gives other settings under their new names.
 
     Args:
-        name: Name of the surgery in warnings.
+        name: Name of the surgery.
         optimizer: An optimizer, possibly around others.
         before: The parameters by their old names.
         after: The parameters by their new names.
         kept: Map from the new names of parameters that were kept to their old names.
-
-    Warns:
-        UserWarning: A group is removed, or parameters are in another group under their new names.
     """
-
-    def changed(part: Any) -> Any:
-        if isinstance(part, ByPattern):
-            return _fitted_parts(name, part, before, after, kept)
-        return _fitted_groups(name, part, before, after, kept) if isinstance(part, ByGroup) else part
-
-    return map_leaves(changed, optimizer, up_to=ByPattern)
-
-
-def _fitted_groups(
-    name: str, optimizer: ByGroup, before: Iterable[str], after: Iterable[str], kept: Mapping[str, str]
-) -> Any:
-    rules: dict[str, Any] = {}
-    for names in (tuple(kept), tuple(kept.values())):
-        rules |= {name: cell.rule for cell in cells(optimizer, names) for name in cell.names}
-    _warn_of_moves(name, optimizer, kept, {new: rules[new] == rules[old] for new, old in kept.items()})
-    left = list(optimizer.groups)
-    for group in optimizer.groups:
-        names = [one for one in before if fnmatchcase(one, group[0])]
-        if names and not any(fnmatchcase(one, group[0]) for one in after):
-            _warn_of_loss(name, group[0], names, kept)
-            left.remove(group)
-    changed: Any = optimizer
-    return dataclasses.replace(changed, groups=tuple(left))
-
-
-def _fitted_parts(
-    name: str, optimizer: ByPattern, before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: Mapping[str, str]
-) -> ByPattern:
-    parts = [*optimizer.groups, ("", optimizer.rest)]
-    olds, news = (optimizer.parts(params, params) for params in (before, after))
-    was, now = ({name: i for i, names in held.items() for name in names} for held in (olds, news))
-    is_same = {new: parts[now[new]][1] == parts[was[old]][1] for new, old in kept.items()}
-    _warn_of_moves(name, optimizer, kept, is_same)
-    left: list[tuple[str, Any]] = []
-    for i, (pattern, own) in enumerate(parts):
-        if i in olds and i not in news and i < len(optimizer.groups):
-            _warn_of_loss(name, pattern, olds[i], kept)
-            continue
-        mine, then = ({one: params[one] for one in held.get(i, ())} for held, params in ((olds, before), (news, after)))
-        stayed = {new: old for new, old in kept.items() if new in then and old in mine}
-        left.append((pattern, fitted(name, own, mine, then, stayed)))
-    return ByPattern(tuple(left[:-1]), left[-1][1])
-
-
-def without_groups(optimizer: Any) -> Any:
-    """Return the optimizer, or its inner optimizer, without settings for parameters by name.
-
-    Args:
-        optimizer: An optimizer, or a dataclass around it with the field `inner`. For `by_pattern`, the optimizer of the
-            remaining parameters is used.
-
-    Example:
-        >>> from purecompose import optim
-        >>> without_groups(optim.guarded.Guarded(optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}})))
-        Guarded(inner=sgd(lr=0.1))
-    """
-
-    def changed(part: Any) -> Any:
-        if isinstance(part, ByPattern):
-            return without_groups(part.rest)
-        if not isinstance(part, ByGroup):
-            return part
-        rule: Any = part
-        return dataclasses.replace(rule, groups=())
-
-    return map_leaves(changed, optimizer, up_to=ByPattern)
-
-
-def _warn_of_loss(name: str, pattern: str, names: Iterable[str], kept: Mapping[str, str]) -> None:
-    """Warn of a group that has lost all of its parameters, which are given by name."""
-    now = {old: new for new, old in kept.items()}
-    went = [f"{one!r} is now {now[one]!r}" if one in now else f"{one!r} is gone" for one in names]
-    warn(
-        f"{name}: the optimizer's group {pattern!r} no longer matches a parameter ({_listed(went)}), and is removed "
-        "from the optimizer"
-    )
-
-
-def _warn_of_moves(
-    name: str, optimizer: ByGroup | ByPattern, kept: Mapping[str, str], is_same: Mapping[str, bool]
-) -> None:
-    """Warn of parameters that are in another group under their new names."""
-    moved = [f"{old!r}, now {new!r}" for new, old in kept.items() if not is_same[new]]
+    was, now = rules_of(optimizer, before), rules_of(optimizer, after)
+    moved = [f"{old!r}, now {new!r}" for new, old in kept.items() if now[new] != was[old]]
     if moved:
-        patterns = ", ".join(repr(pattern) for pattern, _ in optimizer.groups)
+        others = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
         warn(
-            f"{name}: {_listed(moved)}: with their new names, the optimizer's groups ({patterns}) give these "
+            f"{name}: {'; '.join(moved[:3])}{others}: with their new names, the patterns in {optimizer!r} give these "
             "parameters other settings than before; write patterns that match both"
         )
-
-
-def _listed(words: list[str]) -> str:
-    return "; ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")

@@ -6,7 +6,6 @@ rule removes from its module could otherwise be confused with a new one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -22,37 +21,11 @@ from purecompose.nn.splitting import OWN, places
 from purecompose.optim.base import match_or_raise, matched
 
 
-class Snapshot:
-    """Attributes of a module and its submodules, including the contents of dicts, lists, tuples and sets."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = {
-            child: (name, {key: _contents(value) for key, value in vars(child).items()})
-            for name, child in module.named_modules()
-        }
-
-    def __contains__(self, module: nn.Module) -> bool:
-        return module in self._modules
-
-    def changes(self) -> list[tuple[str, str]]:
-        """Return the name of each module that has changed since the snapshot, with one changed attribute."""
-        found = []
-        for module, (name, before) in self._modules.items():
-            now = vars(module)
-            for key in (*before, *(now.keys() - before.keys())):
-                if not _is_cached(module, key) and (
-                    key not in now or key not in before or not _is_same(_contents(now[key]), before[key])
-                ):
-                    found.append((name, key))
-                    break
-        return found
-
-
 class Originals:
     """Modules and tensors of a network before rules are applied."""
 
     def __init__(self, root: nn.Module, given: Mapping[str, Tensor], name: str) -> None:
-        self.modules: Snapshot = Snapshot(root)
+        self.modules: frozenset[nn.Module] = frozenset(root.modules())
         self.guard: WriteGuard = WriteGuard(given, lambda tensor, _: self._error(tensor))
         self._name = name
         self._tensors: dict[int, tuple[str, Tensor, tuple[Any, ...]]] = {}
@@ -74,33 +47,8 @@ class Originals:
                 raise self._error(name)
         return {new: self._tensors[key][0] for key, new in found.items()}
 
-    def check_settings(self, replaced: Iterable[str]) -> None:
-        """Reject in-place changes to modules that were not replaced, because they might or might not be kept."""
-        sites = tuple(replaced)
-        for name, attribute in self.modules.changes():
-            if not any(site in ("", name) or name.startswith(f"{site}.") for site in sites):
-                raise RuntimeError(
-                    f"{self._name}: a rule changed {attribute!r} of {name or 'the network'!r} in place without "
-                    "replacing it; return the changed module as the replacement"
-                )
-
     def _error(self, tensor: str) -> RuntimeError:
         return RuntimeError(f"{self._name}: a rule wrote into {tensor!r}; give the new module a separate tensor")
-
-
-def _contents(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
-        return (value, *value.keys(), *value.values())
-    return (value, *value) if isinstance(value, (list, tuple, set)) else (value,)
-
-
-def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other, strict=True))
-
-
-def _is_cached(module: nn.Module, key: str) -> bool:
-    """Return whether an attribute is a cached property, which exists because it was read."""
-    return isinstance(getattr(type(module), key, None), functools.cached_property)
 
 
 @dataclass(frozen=True)
@@ -220,10 +168,9 @@ def replacements(
 
 def _answer(rule: Rule, module: nn.Module, site: Site, originals: Originals) -> nn.Module | None:
     """Apply a rule to a module, and give the new module its mode and dtype."""
-    before = Snapshot(module)
     with originals.guard:
         new = rule(module, site)
-    if new is None or (new is module and not before.changes()):
+    if new is None:
         return None
     if not isinstance(new, nn.Module):
         raise TypeError(

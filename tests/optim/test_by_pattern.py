@@ -1,7 +1,6 @@
 """`by_pattern`: each parameter is updated by its own optimizer, and together they are one optimizer."""
 
 import dataclasses
-import warnings
 from typing import Any
 
 import pytest
@@ -9,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, losses, optim
-from purecompose.optim.guarded import Guarded
+from purecompose import optim
 from purecompose.schedule import Hparam, collect, cosine, hparam
 
 
@@ -185,28 +183,3 @@ def test_no_op_model_leaves_the_rest():
     with_patterns = make_state(optim.by_pattern({"*": optim.muon()}, optim.adam(0.01)))
     state = pc.compose(pc.loop_events, [pc.algorithms.no_op_model()]).init(with_patterns)
     assert state.optimizer == optim.adam(0.01)
-
-
-def test_surgery_takes_out_patterns_and_groups_that_have_lost_all_their_parameters():
-    net = nn.Sequential(nn.Conv2d(16, 4, 3, 2), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    rest = optim.adam(0.01, groups={"1.bias": {"lr": 0.2}, "0.bias": {"lr": 0.3}})
-    optimizer = Guarded(optim.by_pattern({"0.weight": optim.sgd(0.1), "*.weight": optim.sgd(0.2)}, rest))
-    state = State.create(net, loss=losses.cross_entropy, optimizer=optimizer, key=0)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        after = pc.compose(pc.loop_events, [pc.algorithms.blurpool()]).init(state)
-    said = [str(one.message) for one in told]
-    assert len(said) == 4
-    assert (
-        "'0.weight', now '0.conv.weight': with their new names, the optimizer's groups ('0.weight', '*.weight') give"
-        in said[0]
-    )
-    assert (
-        "group '0.weight' no longer matches a parameter ('0.weight' is now '0.conv.weight'), and is removed" in said[1]
-    )
-    assert "'0.bias', now '0.conv.bias': with their new names, the optimizer's groups ('1.bias', '0.bias')" in said[2]
-    assert "group '0.bias' no longer matches a parameter ('0.bias' is now '0.conv.bias'), and is removed" in said[3]
-    left = optim.by_pattern({"*.weight": optim.sgd(0.2)}, optim.adam(0.01, groups={"1.bias": {"lr": 0.2}}))
-    assert after.optimizer == Guarded(left)
-    again = pc.compose(pc.loop_events, [pc.algorithms.blurpool(name="again")]).init(after)
-    assert again.optimizer == after.optimizer

@@ -15,7 +15,6 @@ from purecompose.nn.layers.convolutions import (
     standardized_conv as standardized_conv,
 )
 from purecompose.nn.layers.factorized import FactorizedConv2d as FactorizedConv2d, FactorizedLinear as FactorizedLinear
-from purecompose.nn.layers.no_op import NoOpModel as NoOpModel
 from purecompose.nn.layers.norms import (
     GhostBatchNorm as GhostBatchNorm,
     LowPrecisionGroupNorm as LowPrecisionGroupNorm,
