@@ -7,8 +7,8 @@ from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.base import match_or_raise
-from purecompose.optim.by_pattern import leaves, map_leaves, settings_of
 from purecompose.optim.decay import Decaying, DecayRule
+from purecompose.optim.wrapping import leaves, map_leaves, settings_of
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
 from purecompose.time.event import Event

@@ -14,7 +14,7 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State
 from purecompose.optim import lists
-from purecompose.optim.guarded import Guarded, all_finite
+from purecompose.optim.wrapping import Guarded, all_finite
 from purecompose.schedule.declared import Within
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event

@@ -131,7 +131,7 @@ def gradient_clipping(
     with "value" only itself. "value" clips infinite elements like others; with "norm" and "adaptive" they become NaN,
     and the other elements (of all gradients or of the unit) become 0, as they do if the norm overflows float32 (from
     elements of 1.8e19 on). A step with NaN is skipped under loss scaling, or with an optimizer in an
-    `optim.guarded.Guarded`.
+    `optim.wrapping.Guarded`.
 
     Args:
         clipping_type: "norm", "value" or "adaptive".

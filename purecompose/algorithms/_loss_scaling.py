@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.guarded import all_finite, check_guarded, guarded
+from purecompose.optim.wrapping import all_finite, check_guarded, guarded
 from purecompose.schedule.declared import Within
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on

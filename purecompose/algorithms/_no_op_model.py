@@ -14,7 +14,7 @@ from purecompose.core.state import State
 from purecompose.losses import CrossEntropy, ModelLoss
 from purecompose.losses.targets import wide_dtype
 from purecompose.losses.terms import ignore_index_of
-from purecompose.optim.by_pattern import without_groups
+from purecompose.optim.wrapping import without_groups
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 

@@ -11,8 +11,7 @@ from purecompose._support.messages import warn
 from purecompose.algorithms._parts.averages import between
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.by_pattern import leaves, settings_of
-from purecompose.optim.guarded import Guarded, all_finite, chosen
+from purecompose.optim.wrapping import Guarded, all_finite, chosen, leaves, settings_of
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import Averages, wide, with_weights
 from purecompose.time.event import Event

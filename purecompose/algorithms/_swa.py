@@ -12,8 +12,7 @@ from purecompose._support.messages import warn
 from purecompose.algorithms._parts.averages import Period, Point, between
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.by_pattern import map_leaves, settings_of, with_setting
-from purecompose.optim.guarded import all_finite
+from purecompose.optim.wrapping import all_finite, map_leaves, settings_of, with_setting
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve
 from purecompose.schedule.declared import Within, checked
 from purecompose.schedule.scalar import factors_of, known_part

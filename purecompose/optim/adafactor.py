@@ -49,8 +49,7 @@ def adafactor(
             parameter; numbers >= 0.
         d: The largest RMS of an update that is not clipped; a number >= 1.
         weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
-        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
-            the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
+        groups: Options for parameters by a pattern of their names, as for `sgd`.
 
     Returns:
         A frozen, hashable optimizer. Its state is `{"step": {name: 0-d float32}}` for all parameters, `"row_var"` of

@@ -241,9 +241,9 @@ def read(scalar: Scalar, value: Value) -> float | Tensor:
 
 
 def can_move(optimizer: Any, param: Tensor) -> bool:
-    """Return whether an optimizer moves parameters of this form; one without a method `can_move` moves all."""
+    """Return whether an optimizer, or the one inside it, moves parameters of this form; all if it has no `can_move`."""
     own = getattr(optimizer, "can_move", None)
-    return own is None or own(param)
+    return own(param) if own is not None else not hasattr(optimizer, "inner") or can_move(optimizer.inner, param)
 
 
 def wide_dtype(params: Iterable[Tensor]) -> torch.dtype:
@@ -282,8 +282,11 @@ def _gathered(
     try:
         cell_params = list(map(params.__getitem__, names))
         slots = {slot: list(map(opt_state[slot].__getitem__, names)) for slot in cell.slots}
-    except KeyError:
-        raise KeyError(_missing(cell, opt_state, params)) from None
+    except KeyError as error:
+        raise KeyError(
+            f"{cell.rule.called}: {error.args[0]!r} is missing among the parameters or in opt_state, which must come "
+            "from this optimizer's init(params), of the same settings and names"
+        ) from None
     # Gradients accumulated in another precision must not promote the parameters.
     cell_grads = [
         grad if (grad := grads[name]).dtype is param.dtype else grad.to(param.dtype)
@@ -325,20 +328,6 @@ def _moved(
         return [put_back(x, place_of(y)) for x, y in zip(tensors, before, strict=True)]
 
     return as_before(moved, params), {slot: as_before(tensors, slots[slot]) for slot, tensors in new.items()}
-
-
-def _missing(cell: Cell, opt_state: Mapping[str, Mapping[str, Tensor]], params: Mapping[str, Tensor]) -> str:
-    where = cell.rule.called
-    for name in cell.names:
-        if name not in params:
-            return f"{where}: got a gradient for {name!r}, which is not among the {len(params)} parameters"
-        for slot in cell.slots:
-            if name not in opt_state.get(slot, {}):
-                return (
-                    f"{where}: opt_state[{slot!r}] holds nothing for parameter {name!r}; "
-                    "opt_state must come from this optimizer's init(params), of the same settings and names"
-                )
-    raise AssertionError("nothing is missing")  # pragma: no cover
 
 
 # Settings, and the names that patterns match.

@@ -1,18 +1,19 @@
-"""Several optimizers, each for the parameters whose names match a pattern."""
+"""Several optimizers, each for the parameters whose names match a pattern, and what any optimizer has to be."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, TypeAlias
 
 from torch import Tensor, nn
 
+from purecompose import tree
 from purecompose._support.checks import shown, suggests_keywords
-from purecompose.optim.base import ByGroup, Optimizer, OptState, Rate, Value, can_move, cells, match_or_raise
-from purecompose.optim.protocol import check_optimizer
+from purecompose._support.references import check_hidden
+from purecompose.optim.base import Optimizer, OptState, Rate, Value, can_move, match_or_raise
 from purecompose.schedule import number
 from purecompose.schedule.declared import Within, checked
 
@@ -240,96 +241,84 @@ def _blocks_of(net: nn.Module) -> str:
     return max(lists, key=lambda name: lists[name])
 
 
-# Optimizers that contain others, such as `guarded` and `by_pattern`.
+# The protocol that an optimizer follows, and its memory after a surgery
 
 
-def leaves(optimizer: Any) -> tuple[Any, ...]:
-    """Return the optimizers that move weights, looking into the field `inner` and into the patterns of `by_pattern`.
-
-    The first is the optimizer for parameters that no pattern matches.
-    """
-    if isinstance(optimizer, ByPattern):
-        return (*leaves(optimizer.rest), *[leaf for _, own in optimizer.groups for leaf in leaves(own)])
-    return leaves(optimizer.inner) if _is_around(optimizer) else (optimizer,)
-
-
-def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tuple[type, ...] = ()) -> Any:
-    """Return the optimizer with its leaves replaced.
-
-    Args:
-        change: Function from a leaf to its replacement.
-        optimizer: The optimizer.
-        up_to: Types of wrapping optimizers that also count as leaves.
-
-    Example:
-        >>> from purecompose.optim import by_pattern, sgd
-        >>> map_leaves(lambda leaf: sgd(2 * leaf.lr), by_pattern({"*.bias": sgd(0.1)}, sgd(0.5)))
-        by_pattern({'*.bias': sgd(lr=0.2)}, sgd(lr=1.0))
-    """
-    if isinstance(optimizer, up_to):
-        return change(optimizer)
-    if isinstance(optimizer, ByPattern):
-        groups = tuple((pattern, map_leaves(change, own, up_to=up_to)) for pattern, own in optimizer.groups)
-        return ByPattern(groups, map_leaves(change, optimizer.rest, up_to=up_to))
-    if _is_around(optimizer):
-        return dataclasses.replace(optimizer, inner=map_leaves(change, optimizer.inner, up_to=up_to))
-    return change(optimizer)
+def check_optimizer(optimizer: Any, where: str) -> None:
+    """Raise a `TypeError` if this is not an optimizer."""
+    has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
+    if isinstance(optimizer, type) or not has_both:
+        raise TypeError(
+            f"{where}: expected a pure optimizer with init and update, such as optim.sgd(0.1) or "
+            f"optim.from_torch(torch.optim.NAdam), got {shown(optimizer)}"
+        )
+    check_hidden(optimizer.update, f"{where}: {optimizer!r}")
+    try:
+        hash(optimizer)
+    except TypeError as error:
+        raise TypeError(
+            f"{where}: {optimizer!r}: expected a hashable one, since compiled steps are looked up by it ({error}); "
+            "make its class a frozen dataclass (@dataclasses.dataclass(frozen=True)) with tuples in place of lists"
+        ) from None
 
 
-def rules_of(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return, for each parameter by name, the optimizer with the settings that move it."""
-    if isinstance(optimizer, ByPattern):
-        found: dict[str, Any] = {}
-        for i, names in optimizer.parts(params, params).items():
-            found |= rules_of(optimizer.own(i), {name: params[name] for name in names})
-        return found
-    if isinstance(optimizer, ByGroup):
-        return {name: cell.rule for cell in cells(optimizer, tuple(params)) for name in cell.names}
-    return rules_of(optimizer.inner, params) if _is_around(optimizer) else dict.fromkeys(params, optimizer)
-
-
-def without_groups(optimizer: Any) -> Any:
-    """Return the optimizer without settings for parameters by name; of `by_pattern`, that of the other parameters.
-
-    Example:
-        >>> from purecompose import optim
-        >>> without_groups(optim.by_pattern({"*.bias": optim.adam()}, optim.sgd(0.1, groups={"*.norm": {"lr": 0.2}})))
-        sgd(lr=0.1)
-    """
-
-    def changed(part: Any) -> Any:
-        if isinstance(part, ByPattern):
-            return without_groups(part.rest)
-        return dataclasses.replace(part, groups=()) if isinstance(part, ByGroup) else part
-
-    return map_leaves(changed, optimizer, up_to=ByPattern)
-
-
-def settings_of(leaf: Any) -> Mapping[str, Any]:
-    """Return the settings of a leaf optimizer without its groups; for a user's own optimizer, its fields."""
-    if isinstance(leaf, ByGroup):
-        return leaf.settings_by_name
-    if not dataclasses.is_dataclass(leaf):
-        return {}
-    return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.name != "groups"}
-
-
-def with_setting(leaf: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    """Return a leaf optimizer with one setting changed, in its groups as well.
+def checked_init(optimizer: Any, params: Mapping[str, Tensor], frozen: Collection[str] = ()) -> Any:
+    """Return the optimizer's state before the first update, without memory for frozen parameters.
 
     Raises:
-        KeyError: The optimizer has no such setting.
+        TypeError: The state contains something other than tensors.
     """
-    changes = {name: change(settings_of(leaf)[name])}
-    if not isinstance(leaf, ByGroup):
-        return dataclasses.replace(leaf, **changes)
-    groups = tuple(
-        (pattern, tuple((option, change(value) if option == name else value) for option, value in options))
-        for pattern, options in leaf.groups
-    )
-    rule: Any = leaf.overridden(changes)
-    return dataclasses.replace(rule, groups=groups)
+    opt_state = carried(optimizer, None, params, {}, frozen) if frozen else optimizer.init(params)
+    for path, leaf in tree.leaves_with_paths(opt_state).items():
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"optimizer: {optimizer!r}.init gave opt_state{path} = {shown(leaf)}: expected a pytree of tensors; "
+                "write torch.zeros(()) for a number"
+            )
+    return opt_state
 
 
-def _is_around(optimizer: Any) -> bool:
-    return dataclasses.is_dataclass(optimizer) and hasattr(optimizer, "inner")
+def carried(
+    optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: Mapping[str, str], frozen: Collection[str] = ()
+) -> Any:
+    """Return an optimizer's state with the old memory of parameters that were kept, and fresh memory of the others.
+
+    A frozen parameter has memory only if it had some before. Memory that is not stored by parameter name is kept as it
+    is, or fresh if there was none.
+
+    Args:
+        optimizer: The optimizer.
+        opt_state: Its state for the old parameters; `None` if there is none.
+        params: The parameters by their new names.
+        kept: Map from the new names of parameters that were kept to their old names.
+        frozen: The new names of parameters that do not train.
+    """
+    names, allocated = set(params), set(params).difference(kept, frozen)
+
+    def is_by_name(memory: Any) -> bool:
+        # Only the innermost such mapping: the name of a slot may also be the name of a parameter.
+        is_named = isinstance(memory, Mapping) and bool(memory) and memory.keys() <= names
+        return is_named and not any(map(is_by_name, memory.values()))
+
+    def joined(new: Any, old: Any) -> Any:
+        if is_by_name(new):
+            had = {name: old[kept[name]] for name in new if old and name in kept and kept[name] in old}
+            return {name: had.get(name, value) for name, value in new.items() if name in had or name not in frozen}
+        if isinstance(new, Mapping):
+            return {key: joined(value, old[key] if old and key in old else None) for key, value in new.items()}
+        if isinstance(new, tuple | list):
+            members = [joined(mine, theirs) for mine, theirs in zip(new, old or [None] * len(new), strict=True)]
+            return type(new)(*members) if hasattr(new, "_fields") else type(new)(members)
+        return new if old is None else old
+
+    def result() -> Any:
+        # Parameters without fresh memory are on the meta device, where theirs need not be allocated.
+        given = {name: param if name in allocated else param.detach().to("meta") for name, param in params.items()}
+        return joined(optimizer.init(given), opt_state)
+
+    memory = result()
+    if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(memory)):
+        return memory
+    # A kept parameter may need memory that it did not have, for example in another group.
+    allocated = names
+    return result()

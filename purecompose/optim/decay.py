@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from purecompose._support.shards import local, place_of, placed
-from purecompose.optim.base import ByGroup, Optimizer, Value, can_move, cells, matched, read
-from purecompose.optim.by_pattern import leaves, settings_of
+from purecompose.optim.base import ByGroup, Optimizer, Value, cells, matched, read
 from purecompose.optim.lists import add
+from purecompose.optim.wrapping import leaves, settings_of
 from purecompose.schedule import Scalar, Schedule, number
 from purecompose.schedule.scalar import factors_of
 
@@ -132,10 +132,6 @@ class Decaying:
                     after = (placed(own, place_of(param)) for own, param in zip(moved, before, strict=True))
                     smaller.update(zip(held, after, strict=True))
         return self.inner.update(grads, opt_state, smaller, value)
-
-    def can_move(self, param: Tensor) -> bool:
-        """Return whether the inner optimizer moves parameters of this form."""
-        return can_move(self.inner, param)
 
     def _rates(self, names: tuple[str, ...]) -> Iterator[tuple[Scalar, tuple[str, ...]]]:
         """Return the learning rates, each with the parameters that have it."""

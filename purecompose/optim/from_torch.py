@@ -41,8 +41,7 @@ def from_torch(
     Args:
         optimizer: A subclass of `torch.optim.Optimizer` that moves each parameter by itself. It keeps its memory in
             `state[param]`, as tensors, numbers, bools or None that exist from the first step on.
-        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of the
-            settings: `{"*.bias": {"weight_decay": 0.0}}`.
+        groups: Settings for parameters by a pattern of their names, as for `sgd`.
         settings: The arguments of the class, by name. In place of a number, also inside a tuple, an hparam, a schedule
             or a product of them is allowed; the class receives its value as a float.
 

@@ -71,8 +71,7 @@ def muon(
             matrix of its flattened rows, one for each output channel. torch's Muon refuses them. "only" moves no
             matrices, so that in `by_pattern({"*": muon(0.05, filters="only")}, adamw(0.01))` the last layer is left to
             `adamw`.
-        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
-            the ones above.
+        groups: Options for parameters by a pattern of their names, as for `sgd`.
 
     Returns:
         A frozen, hashable optimizer. Its state is `{"momentum": {name: tensor}}`, of the parameters' shapes and dtypes.

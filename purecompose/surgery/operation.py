@@ -13,8 +13,8 @@ from purecompose import random
 from purecompose._support.messages import warn
 from purecompose.core.state import State
 from purecompose.nn.model import Model, from_module
-from purecompose.optim.by_pattern import rules_of
-from purecompose.optim.protocol import carried
+from purecompose.optim.by_pattern import carried
+from purecompose.optim.wrapping import rules_of
 from purecompose.random.keys import as_rng
 from purecompose.surgery.visiting import (
     Originals,

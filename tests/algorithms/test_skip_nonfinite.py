@@ -12,7 +12,7 @@ from purecompose.algorithms._loss_scaling import loss_scaling
 from purecompose.algorithms._per_example_clipping import per_example_clipping
 from purecompose.algorithms._sam import sam
 from purecompose.algorithms._skip_nonfinite import SkipCount, skip_nonfinite
-from purecompose.optim.guarded import Guarded
+from purecompose.optim.wrapping import Guarded
 from tests.algorithms import method_helpers as helpers
 
 

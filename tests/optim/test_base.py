@@ -310,16 +310,12 @@ def test_an_unknown_setting_is_answered_by_the_right_one(name: str):
         getattr(optim, name)(0.1, weight_deca=0.1)
 
 
-def test_a_gradient_of_an_unknown_parameter_is_named(tensors):
-    optimizer, params = optim.sgd(0.1), tensors()
-    with pytest.raises(KeyError, match="got a gradient for 'tail.bias', which is not among the 4 parameters"):
-        optimizer.update({"tail.bias": torch.ones(2)}, {}, params)
-
-
-def test_a_state_of_other_settings_is_named(tensors):
-    params = tensors()
-    with pytest.raises(KeyError, match=r"opt_state\['momentum'\] holds nothing for parameter 'body.weight'"):
-        optim.sgd(0.1, momentum=0.9).update(tensors(1), optim.sgd(0.1).init(params), params)
+def test_an_unknown_parameter_and_a_state_of_other_settings_are_named(tensors):
+    optimizer, params = optim.by_pattern({"*.weight": optim.muon()}, optim.adam()), tensors()
+    with pytest.raises(KeyError, match="adam: 'tail' is missing among the parameters or in opt_state"):
+        optimizer.update({"tail": torch.ones(2)}, optimizer.init(params), params)
+    with pytest.raises(KeyError, match="muon: 'momentum' is missing among the parameters or in opt_state"):
+        optimizer.update(tensors(1), {}, params)
 
 
 def test_schedules_need_a_value_outside_a_step(tensors):

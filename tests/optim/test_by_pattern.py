@@ -125,14 +125,6 @@ def test_patterns_that_match_nothing_are_reported_at_init(tensors, groups: Any, 
         optim.by_pattern(groups, optim.adam()).init(tensors())
 
 
-def test_errors_of_an_update_are_those_of_the_optimizer(tensors):
-    optimizer, params = optim.by_pattern({"*.weight": optim.muon()}, optim.adam()), tensors()
-    with pytest.raises(KeyError, match="adam: got a gradient for 'tail', which is not among"):
-        optimizer.update({"tail": torch.ones(2)}, optimizer.init(params), params)
-    with pytest.raises(KeyError, match=r"muon: opt_state\['momentum'\] holds nothing for parameter 'body.weight'"):
-        optimizer.update(tensors(1), optim.adam().init(params), params)
-
-
 @dataclasses.dataclass(frozen=True)
 class CountsSteps:
     """Your own optimizer, whose state has another form."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, tree
-from purecompose.optim.guarded import Guarded
+from purecompose.optim.wrapping import Guarded
 from purecompose.schedule import number
 from tests.helpers import changing, make_batch, make_batches, make_mlp, make_state, run_steps
 

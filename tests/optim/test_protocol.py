@@ -77,9 +77,8 @@ def test_a_plain_class_works_if_its_settings_are_numbers():
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        (Descent, r"optimizer: expected a pure optimizer with init and update, .* got .*Descent.*; call it: Descent\("),
-        (torch.optim.NAdam([torch.zeros(1)]), r"got NAdam \( Parameter Group 0 .*from_torch"),
-        (torch.optim.NAdam, r"write from_torch\(torch.optim.NAdam, \.\.\.\)"),
+        (Descent, r"optimizer: expected a pure optimizer with init and update, .* got .*Descent"),
+        (torch.optim.NAdam([torch.zeros(1)]), r"from_torch.* got NAdam \( Parameter Group 0"),
         (Thawed(), r"Thawed\(lr=0.1\): expected a hashable one, .*frozen dataclass"),
         (
             type("Counting", (Plain,), {"init": lambda self, params: {"n": 0}, "__repr__": lambda _: "counting"})(),
@@ -93,7 +92,7 @@ def test_faults_detectable_without_a_step_are_reported_at_creation(optimizer, sa
 
 
 def test_a_class_in_place_of_an_optimizer_always_has_the_same_error():
-    with pytest.raises(TypeError, match=r"by_pattern: rest: expected a pure optimizer .*; call it: Descent\("):
+    with pytest.raises(TypeError, match=r"by_pattern: rest: expected a pure optimizer .* got .*Descent"):
         optim.by_pattern({}, Descent)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from purecompose import optim
-from purecompose.optim.guarded import Guarded
+from purecompose.optim.wrapping import Guarded
 from purecompose.schedule import (
     Schedule,
     constant,

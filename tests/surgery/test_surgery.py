@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import State, compose, loop_events, losses, optim, random, surgery, to_module, tree
-from purecompose.optim.guarded import Guarded
+from purecompose.optim.wrapping import Guarded
 from purecompose.surgery import Site
 
 

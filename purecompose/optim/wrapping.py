@@ -1,0 +1,199 @@
+"""Optimizers around others: one that skips a step whose gradients are not finite, and functions that look inside."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._support.functorch import is_watched
+from purecompose._support.shards import is_shard, local, sum_of_shards
+from purecompose.optim.base import ByGroup, Optimizer, Value, cells
+from purecompose.optim.by_pattern import ByPattern
+from purecompose.optim.lists import is_plain, largest
+from purecompose.schedule import number
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarded:
+    """Optimizer that updates as the inner one does, or not at all if any element of a gradient is inf or NaN.
+
+    Both outcomes are computed and one is chosen on the device, so that nothing waits for the device, and the choice
+    can be traced and mapped.
+
+    Args:
+        inner: The optimizer.
+
+    Example:
+        >>> from purecompose.optim import sgd
+        >>> optimizer, params = Guarded(sgd(0.5, momentum=0.9)), {"w": torch.ones(2)}
+        >>> grads = {"w": torch.tensor([1.0, torch.inf])}
+        >>> params, opt_state = optimizer.update(grads, optimizer.init(params), params)
+        >>> params["w"].tolist(), opt_state["momentum"]["w"].tolist()
+        ([1.0, 1.0], [0.0, 0.0])
+    """
+
+    inner: Optimizer
+
+    def init(self, params: Mapping[str, Tensor]) -> Any:
+        """Return the inner optimizer's state."""
+        return self.inner.init(params)
+
+    def update(
+        self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
+    ) -> tuple[dict[str, Tensor], Any]:
+        """Return the inner optimizer's update if all of `grads` is finite, else the old values; see
+        `Optimizer.update`.
+        """
+        moved, new_opt_state = self.inner.update(grads, opt_state, params, value)
+        stayed = {name: params[name] for name in moved}
+        return chosen(all_finite(grads.values()), (moved, new_opt_state), (stayed, opt_state))
+
+
+def guarded(optimizer: Any) -> Guarded:
+    """Return the optimizer with a guard around it; one that has a guard is returned unchanged."""
+    return optimizer if isinstance(optimizer, Guarded) else Guarded(optimizer)
+
+
+def check_guarded(optimizer: Any, where: str) -> None:
+    """Raise a `RuntimeError` if an optimizer has lost the guard that a method put around it."""
+    if not isinstance(optimizer, Guarded):
+        raise RuntimeError(
+            f"{where}: expected the optimizer that INIT has wrapped, which skips steps that are not finite, got "
+            f"{optimizer!r}: replace it before step.init, or wrap the new one in optim.wrapping.Guarded(...)"
+        )
+
+
+def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
+    """Return one of two trees, as a whole, chosen on the device.
+
+    Args:
+        is_good: 0-d, bool.
+        new: A tree of tensors.
+        old: A tree of the same structure, shapes and dtypes.
+
+    Returns:
+        `new` if `is_good` is true, else `old`, bit for bit; non-finite elements of the other have no effect.
+
+    Example:
+        >>> chosen(torch.tensor(False), {"w": torch.tensor([torch.nan])}, {"w": torch.tensor([1.0])})
+        {'w': tensor([1.])}
+    """
+    return tree.map(lambda a, b: a if a is b else torch.where(is_good, a, b), new, old)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return whether no element is inf or NaN: 0-d, bool, on the tensors' device; the same on all processes that share
+    the tensors' rows.
+
+    Example:
+        >>> all_finite([torch.ones(2), torch.tensor([0.0, torch.nan])])
+        tensor(False)
+    """
+    found = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if shards := [tensor for tensor in found if is_shard(tensor)]:
+        own = all_finite(map(local, found)).to(found[0].device)
+        return sum_of_shards((~own).float(), shards) == 0
+    if not found:
+        return torch.ones((), dtype=torch.bool)
+    if is_plain() and not is_watched():
+        # One call computes the largest magnitudes. Not used in a traced graph, whose kernels are fused anyway.
+        return largest(found).isfinite().all()
+    return torch.stack([tensor.isfinite().all() for tensor in found]).all()
+
+
+# Functions that look into optimizers around others, such as `Guarded` and `by_pattern`.
+
+
+def leaves(optimizer: Any) -> tuple[Any, ...]:
+    """Return the optimizers that move weights, looking into the field `inner` and into the patterns of `by_pattern`.
+
+    The first is the optimizer for parameters that no pattern matches.
+    """
+    if isinstance(optimizer, ByPattern):
+        return (*leaves(optimizer.rest), *[leaf for _, own in optimizer.groups for leaf in leaves(own)])
+    return leaves(optimizer.inner) if _is_around(optimizer) else (optimizer,)
+
+
+def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tuple[type, ...] = ()) -> Any:
+    """Return the optimizer with its leaves replaced.
+
+    Args:
+        change: Function from a leaf to its replacement.
+        optimizer: The optimizer.
+        up_to: Types of wrapping optimizers that also count as leaves.
+
+    Example:
+        >>> from purecompose.optim import by_pattern, sgd
+        >>> map_leaves(lambda leaf: sgd(2 * leaf.lr), by_pattern({"*.bias": sgd(0.1)}, sgd(0.5)))
+        by_pattern({'*.bias': sgd(lr=0.2)}, sgd(lr=1.0))
+    """
+    if isinstance(optimizer, up_to):
+        return change(optimizer)
+    if isinstance(optimizer, ByPattern):
+        groups = tuple((pattern, map_leaves(change, own, up_to=up_to)) for pattern, own in optimizer.groups)
+        return ByPattern(groups, map_leaves(change, optimizer.rest, up_to=up_to))
+    if _is_around(optimizer):
+        return dataclasses.replace(optimizer, inner=map_leaves(change, optimizer.inner, up_to=up_to))
+    return change(optimizer)
+
+
+def rules_of(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return, for each parameter by name, the optimizer with the settings that move it."""
+    if isinstance(optimizer, ByPattern):
+        found: dict[str, Any] = {}
+        for i, names in optimizer.parts(params, params).items():
+            found |= rules_of(optimizer.own(i), {name: params[name] for name in names})
+        return found
+    if isinstance(optimizer, ByGroup):
+        return {name: cell.rule for cell in cells(optimizer, tuple(params)) for name in cell.names}
+    return rules_of(optimizer.inner, params) if _is_around(optimizer) else dict.fromkeys(params, optimizer)
+
+
+def without_groups(optimizer: Any) -> Any:
+    """Return the optimizer without settings for parameters by name; of `by_pattern`, that of the other parameters.
+
+    Example:
+        >>> from purecompose import optim
+        >>> without_groups(optim.by_pattern({"*.bias": optim.adam()}, optim.sgd(0.1, groups={"*.norm": {"lr": 0.2}})))
+        sgd(lr=0.1)
+    """
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, ByPattern):
+            return without_groups(part.rest)
+        return dataclasses.replace(part, groups=()) if isinstance(part, ByGroup) else part
+
+    return map_leaves(changed, optimizer, up_to=ByPattern)
+
+
+def settings_of(leaf: Any) -> Mapping[str, Any]:
+    """Return the settings of a leaf optimizer without its groups; for a user's own optimizer, its fields."""
+    if isinstance(leaf, ByGroup):
+        return leaf.settings_by_name
+    if not dataclasses.is_dataclass(leaf):
+        return {}
+    return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.name != "groups"}
+
+
+def with_setting(leaf: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """Return a leaf optimizer with one setting changed, in its groups as well.
+
+    Raises:
+        KeyError: The optimizer has no such setting.
+    """
+    changes = {name: change(settings_of(leaf)[name])}
+    if not isinstance(leaf, ByGroup):
+        return dataclasses.replace(leaf, **changes)
+    groups = tuple(
+        (pattern, tuple((option, change(value) if option == name else value) for option, value in options))
+        for pattern, options in leaf.groups
+    )
+    rule: Any = leaf.overridden(changes)
+    return dataclasses.replace(rule, groups=groups)
+
+
+def _is_around(optimizer: Any) -> bool:
+    return dataclasses.is_dataclass(optimizer) and hasattr(optimizer, "inner")
