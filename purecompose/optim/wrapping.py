@@ -161,10 +161,12 @@ def without_groups(optimizer: Any) -> Any:
         sgd(lr=0.1)
     """
 
+    replace: Any = dataclasses.replace  # a rule is a dataclass, which its base does not say
+
     def changed(part: Any) -> Any:
         if isinstance(part, ByPattern):
             return without_groups(part.rest)
-        return dataclasses.replace(part, groups=()) if isinstance(part, ByGroup) else part
+        return replace(part, groups=()) if isinstance(part, ByGroup) else part
 
     return map_leaves(changed, optimizer, up_to=ByPattern)
 
