@@ -105,17 +105,6 @@ def test_a_plain_match_is_called_once_per_event_and_step():
     assert log == [("plain", Event.BEFORE_FORWARD)] * 6
 
 
-def test_a_match_sees_shapes_and_time_but_no_values():
-    def match(event, state):
-        return event is Event.BATCH_START and len(state.batch[0]) == 8 and state.params["0.weight"].shape == (8, 4)
-
-    log = []
-    step = compose(loop_events, [Algorithm("big", match, recorder(log, "big").apply)])
-    state = step.init(make_state())
-    run_steps(step, state, [make_batch(size=8), make_batch(size=7), make_batch(size=8)])
-    assert len(log) == 2
-
-
 def test_predicates_about_later_events_do_not_stop_init():
     halfway = decay("halfway")
     at_epochs = Algorithm("at_epochs", on(Event.EPOCH_END) & pc.after(0.5), halfway.apply)
@@ -239,19 +228,6 @@ def test_stages_after_advance_read_the_new_time():
 
 
 # The order in real steps
-
-
-def order_at(event, names, **options):
-    log = []
-    chosen = [recorder(log, name, event, **options.get(name, {})) for name in names]
-    compose(loop_events, chosen)(make_state(), make_batch())
-    return [name for name, _ in log]
-
-
-@pytest.mark.parametrize("event", [e for e in compose(loop_events).events])
-def test_after_events_run_in_reverse(event):
-    expected = ["c", "b", "a"] if event.name.startswith("AFTER_") else ["a", "b", "c"]
-    assert order_at(event, "abc") == expected
 
 
 def test_the_caller_chooses_the_passes():

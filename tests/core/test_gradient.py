@@ -33,7 +33,6 @@ from tests.helpers import (
     make_mlp,
     make_state,
     noise,
-    run_steps,
 )
 from tests.transforms.compilation.compile_helpers import compiled
 
@@ -336,28 +335,6 @@ def test_the_gradient_in_the_batch():
 
 
 # vmap over states
-
-
-def test_vmap_over_states_equals_the_loop():
-    step = compose(loop_events, [noise()], microbatches=2)
-    members = [
-        make_state(make_cnn(seed), optimizer=optim.sgd(hparam("lr", 0.01 * (seed + 1)), momentum=0.9), key=seed)
-        for seed in range(3)
-    ]
-    # One static part for all: the learning rates differ as hparams.
-    members = [member.replace(static=members[0].static) for member in members]
-    batches = [make_batch(seed, 6, (2, 6, 6)) for seed in range(2)]
-    stacked = pc.tree.map(lambda *leaves: torch.stack(leaves), *members)
-    for batch in batches:
-        # In from a state without a loss, out to one with it: the structures differ once.
-        stacked = torch.vmap(step, in_dims=(0, None))(stacked, batch)
-    for i, member in enumerate(members):
-        alone = run_steps(step, member, batches)
-        mapped = pc.tree.map(lambda leaf, i=i: leaf[i], stacked)
-        assert_close(mapped.params, alone.params)
-        assert_close(mapped.buffers, alone.buffers)
-        torch.testing.assert_close(mapped.loss, alone.loss)
-        assert mapped.timestamp == alone.timestamp
 
 
 class Table(nn.Module):

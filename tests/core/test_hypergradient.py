@@ -155,24 +155,6 @@ def test_second_derivatives_equal_differences_of_the_first() -> None:
     torch.testing.assert_close(hessian["lr"]["smoothing"], hessian["smoothing"]["lr"], rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("net", NETS)
-def test_gradients_map_over_learning_rates(net: str) -> None:
-    step = make_step(microbatches=2)
-    start = make_start(step, net=NETS[net]())
-    rates = torch.tensor([0.05, 0.2, 0.4], dtype=torch.float64)
-
-    def slope(rate: Tensor, buffers: dict[str, Tensor]) -> Settings:
-        loss = outer_loss(step, start.replace(buffers=buffers), BATCHES[:4], train=True)
-        return torch.func.grad(loss)({**start.hparams, "lr": rate})
-
-    # torch writes running statistics in place, so they must be mapped if the values written into them are.
-    stacked = {name: torch.stack([buffer] * len(rates)) for name, buffer in start.buffers.items()}
-    mapped = torch.func.vmap(slope)(rates, stacked)
-    for i, rate in enumerate(rates):
-        one = {name: values[i] for name, values in mapped.items()}
-        assert_equal_slopes(one, slope(rate, start.buffers), rtol=1e-9)
-
-
 def test_a_factor_of_a_schedule_is_learned() -> None:
     step = compose(loop_events)
     start = make_start(step, optim.sgd(hparam("lr", 0.3) * schedule.cosine(), momentum=0.9))
@@ -337,15 +319,6 @@ def test_the_examples_of_the_page_are_correct(capsys: pytest.CaptureFixture[str]
 def recomputed(step: Any) -> Any:
     """Return the step with checkpoints, as on the page."""
     return lambda state, batch: checkpoint(step, state, batch, use_reentrant=False, preserve_rng_state=False)
-
-
-@pytest.mark.parametrize("net", NETS)
-def test_recomputed_steps_give_the_same_gradient(net: str) -> None:
-    step = make_step(microbatches=2)
-    start = make_start(step, net=NETS[net]())
-    plain, again = (outer_loss(one, start, BATCHES[:4], train=True) for one in (step, recomputed(step)))
-    expected = by_autograd(plain, start.hparams)
-    assert_equal_slopes(by_autograd(again, start.hparams), expected, 1e-10)
 
 
 # Functions that torch.func cannot transform

@@ -64,23 +64,6 @@ def assert_as_in_torch(params: dict[str, Tensor]) -> None:
     assert_near(params, trained_by_torch(make_net(), lambda net, batch: net(batch).mean(), BATCHES))
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_slices_are_cut_by_the_splitter(k):
-    state, step = make_state(), pc.compose(pc.loop_events, microbatches=k)
-    for batch in BATCHES:
-        state = step(state, batch)
-    assert_as_in_torch(state.params)
-    assert state.timestamp.sample == 8
-
-
-def test_processes_share_the_examples():
-    play, state = played(pc.compose(pc.loop_events), 2), make_state()
-    for batch in BATCHES:
-        ours = play(lambda one, state=state, batch=batch: one(state, batch))
-        state = ours[0]
-    assert_as_in_torch(state.params)
-
-
 def test_evaluation_weighs_by_examples():
     net, state = make_net(), make_state()
     expected = torch.cat([net(batch) for batch in BATCHES]).mean().item()
@@ -143,12 +126,6 @@ def test_splitters_that_miscount_are_named():
         make_state().replace(splitter="rows")
     with pytest.raises(ValueError, match="batch_dim"):
         make_state(splitter=None).replace(batch_dim=-1)
-
-
-def test_lists_of_images_without_a_splitter_are_refused():
-    state = make_state(splitter=None)
-    with pytest.raises(ValueError, match="cannot tell how many examples the batch has.*lists of images.*splitter"):
-        pc.compose(pc.loop_events)(state, BATCHES[0])
 
 
 def test_tokens_are_counted_with_the_layout_of_the_state():

@@ -13,7 +13,6 @@ from torch import nn
 import purecompose as pc
 from purecompose import Algorithm, Event, algorithms as alg, compose, loop_events, on, optim
 from purecompose.testing.case import Case, Subject
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
 from tests.helpers import assert_same, make_batches, make_cnn, make_state, run_steps
 from tests.shipped_examples import examples
@@ -100,13 +99,6 @@ class TestStates:
 
 
 class TestSteps:
-    def test_every_shipped_factory_is_remembered(self):
-        for row in SHIPPED.values():
-            for text in row.examples:
-                algorithm = Subject.of(text).algorithm
-                again = pickled(algorithm)
-                assert (again.name, again.config, again.traits) == (algorithm.name, algorithm.config, algorithm.traits)
-
     def test_programs_passes_and_microbatches_are_kept(self):
         step = compose(loop_events, [alg.mixup(0.2)], passes=[pc.passes.set_filo_order], microbatches=2)
         again = pickled(step)

@@ -41,10 +41,6 @@ def labels(seed: int) -> tuple[Tensor, Tensor]:
     return rand(seed, N, 4), ints(seed, C, N)
 
 
-def signs(seed: int) -> tuple[Tensor, Tensor]:
-    return rand(seed, N, 4), ints(seed, 2, N, C).float()
-
-
 def padded(seed: int, lengths: Any = None) -> tuple[Tensor, Tensor]:
     """Return sequences, and targets of which those beyond each length are -100."""
     lengths = ints(seed, T - 1, N) + 1 if lengths is None else lengths
@@ -191,16 +187,6 @@ def adapted(state: State) -> State:
     return state.replace(loss=F.mse_loss(outputs, targets))
 
 
-def with_teacher(change: Callable[[Tensor], Tensor]) -> Callable[[State], State]:
-    def stage(state: State) -> State:
-        outputs, state = state.call(state.batch[0])
-        with torch.no_grad():
-            targets = change(state.forward(state.batch[0] * 0.9))
-        return state.replace(loss=F.mse_loss(outputs, targets))
-
-    return stage
-
-
 def own_denominators(count: Callable[[Tensor], Tensor], *, is_used: bool = True) -> Any:
     """Return a stage that adds two means, of which one is over some targets."""
 
@@ -305,17 +291,6 @@ class Named(nn.Module):
         return {"a": outputs[:, :2], "b": outputs[:, 2:]}
 
 
-class Normed(nn.Module):
-    """A loss of outputs that are normalised over the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(C)
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss((outputs - outputs.mean(0)) / outputs.std(0), targets)
-
-
 class Learned(nn.Module):
     """A loss with a learned scale, of which the penalty is a mean or a sum over examples."""
 
@@ -344,21 +319,6 @@ class Miscounted:
         return 7
 
 
-def trimmed(outputs: Tensor, targets: Tensor) -> Tensor:
-    errors = (outputs - targets).square().mean(1)
-    return torch.where(errors < errors.detach().quantile(0.7), errors, 0).mean()
-
-
-def weighted_by_errors(outputs: Tensor, targets: Tensor) -> Tensor:
-    errors = (outputs - targets).square().mean(1)
-    return (errors * errors.detach().softmax(0)).sum()
-
-
-def weighted_mean(outputs: Tensor, targets: Tensor) -> Tensor:
-    weights = targets[:, :1].abs()
-    return (weights * (outputs - targets).square()).sum() / weights.sum()
-
-
 COUPLED: dict[str, Case] = {
     **{f"balance {w}": Case(plus(w, balance)) for w in (1.0, 1e-4)},
     "balance in float32": Case(in_single(plus(1e-4, balance))),
@@ -368,40 +328,24 @@ COUPLED: dict[str, Case] = {
     "centred": Case(lambda o, t: F.cross_entropy(o - o.mean(0), t), batch=labels),
     "root of a mean": Case(lambda o, t: F.mse_loss(o, t).sqrt()),
     "maximum": Case(lambda o, t: (o - t).abs().max()),
-    "median": Case(lambda o, t: (o - t).square().mean(1).median()),
-    "trimmed by a quantile": Case(trimmed),
-    "weights by the batch": Case(weighted_by_errors),
-    "dice of the batch": Case(
-        lambda o, t: 1 - (2 * (o.sigmoid() * t).sum() + 1) / (o.sigmoid().sum() + t.sum() + 1), batch=signs
-    ),
     "sum": Case(lambda o, t: F.mse_loss(o, t, reduction="sum")),
-    "divided by a constant": Case(lambda o, t: (o - t).square().sum() / 64),
     "detached number": Case(lambda o, t: F.mse_loss(o, t) + (o.mean().square() * 0.5).detach()),
     "masked mean": Case(masked, Tokens, padded),
     "masked mean, later": Case(masked, Tokens, equal_at_first),
-    "weighted mean": Case(weighted_mean),
-    "class weights": Case(lambda o, t: F.cross_entropy(o, t, torch.arange(1.0, C + 1)), batch=labels),
     "wrong number of terms": Case(Miscounted(), Tokens, padded),
     **{f"two means {w}": Case(two_means(w), batch=labels) for w in (1.0, 1e-4)},
-    "batch norm in the loss": Case(Normed()),
     "sum for its parameter": Case(Learned("sum")),
     "scalar of the batch": Case(
         lambda o, t: F.mse_loss(o[0], t) + 1e-3 * o[1], lambda: With(lambda linear, outputs: balance(outputs))
-    ),
-    "matrix of the batch": Case(
-        lambda o, t: F.mse_loss(o[0], t) + 1e-3 * o[1].square().sum(), lambda: With(lambda linear, o: o.T @ o / len(o))
     ),
     "sum of shared weights": Case(
         lambda o, t: F.mse_loss(o[0], t) + 1e-3 * len(t) * o[1].square().sum(),
         lambda: With(lambda linear, o: linear.weight),
     ),
-    "own stage, sum": Case(stage=stage_of(functools.partial(F.mse_loss, reduction="sum"))),
     "own stage, masked, later": Case(stage=stage_of(masked), net=Tokens, batch=equal_at_first),
     "own stage, denominators of the slice": Case(
         stage=own_denominators(lambda targets: (targets > 0).sum(), is_used=False), batch=labels
     ),
-    "own stage, contrastive": Case(stage=stage_of(info_nce)),
-    "own stage, balance": Case(stage=stage_of(plus(1e-4, balance))),
     "own stage, slightly mixed inputs": Case(stage=two_passes(lambda x: x + 1e-4 * x.mean(0))),
     "own stage, outputs centred in between": Case(stage=two_passes(between=lambda o: o - o.mean(0))),
     "own stage, noise of the batch": Case(stage=noise_of_batch),
@@ -410,7 +354,6 @@ COUPLED: dict[str, Case] = {
         stage=penalised(lambda state: state.num_examples * state.params["weight"].square().sum())
     ),
     "own stage, adapted to the batch": Case(stage=adapted),
-    "own stage, centred by a teacher": Case(stage=with_teacher(lambda o: o - o.mean(0))),
     "own stage, two views": Case(stage=two_views(lambda o: o.std(0).mean())),
     "own stage, cut to the longest and centred": Case(
         stage=up_to_the_longest(lambda inputs: inputs - inputs.mean(0)), batch=lengths
@@ -490,11 +433,7 @@ MLP = functools.partial(lambda *middle: nn.Sequential(nn.Linear(4, 8), *middle, 
 SEPARABLE: dict[str, Case] = {
     "mse": Case(),
     "cross entropy": Case(losses.cross_entropy, batch=labels),
-    "ignored": Case(losses.CrossEntropy(ignore_index=0), batch=labels),
     "class weights": Case(losses.CrossEntropy(weight=list(range(1, C + 1))), batch=labels),
-    "smoothing": Case(nn.CrossEntropyLoss(label_smoothing=0.1), batch=labels),
-    "probabilities": Case(F.binary_cross_entropy, lambda: nn.Sequential(nn.Linear(4, C), nn.Sigmoid()), signs),
-    "binary, examples": Case(losses.BinaryCrossEntropy(mean_over="examples"), batch=signs),
     "closure weights": Case(Weighted(), batch=labels),
     "tokens": Case(losses.cross_entropy, Tokens, padded),
     "tokens, counted": Case(Counted(), Tokens, padded),
@@ -505,13 +444,10 @@ SEPARABLE: dict[str, Case] = {
         padded,
     ),
     "tokens in float32": Case(in_single(Counted()), Tokens, lambda seed: padded(seed, torch.full((N,), T))),
-    "clamped": Case(lambda o, t: (o - t).square().clamp(max=1).mean()),
-    "where": Case(lambda o, t: torch.where(t > 0, (o - t).square(), (o - t).abs()).mean()),
     "stable by the batch's maximum": Case(
         lambda o, t: ((o - o.max()).exp().sum(1).log() + o.max() - o.gather(1, t[:, None])[:, 0]).mean(), batch=labels
     ),
     "difference of large numbers": Case(lambda o, t: (1e4 + o[:, 0]).mean() - (1e4 + o[:, 1]).mean()),
-    "in float32": Case(in_single(F.cross_entropy), batch=labels),
     "partly in float32": Case(lambda o, t: F.mse_loss(o, t) + 0.1 * o.float().log_softmax(1).square().mean()),
     "parts that are logged": Case(vae),
     "two means": Case(TwoMeans(), batch=labels),
@@ -520,14 +456,8 @@ SEPARABLE: dict[str, Case] = {
         lambda: nn.Sequential(nn.Linear(4, C), Named()),
         lambda seed: (rand(seed, N, 4), {"a": rand(seed, N, 2), "b": ints(seed, 3, N)}),
     ),
-    "maps": Case(
-        F.cross_entropy,
-        lambda: nn.Conv2d(3, C, 3, padding=1),
-        lambda seed: (rand(seed, N, 3, 6, 6), ints(seed, C, N, 6, 6)),
-    ),
     "learned scale": Case(Learned("mean")),
     "bfloat16": half(torch.bfloat16, losses.cross_entropy),
-    "float16": half(torch.float16, losses.cross_entropy),
     "bfloat16 in its precision": half(torch.bfloat16, lambda o, t: F.cross_entropy(o.bfloat16(), t)),
     "autocast": Case(losses.cross_entropy, batch=labels, options={"precision": "bf16"}),
     "batch norm in the network": Case(net=lambda: MLP(nn.BatchNorm1d(8))),
@@ -549,7 +479,6 @@ SEPARABLE: dict[str, Case] = {
     "own stage, counted": Case(stage=own_counted(), net=Tokens, batch=padded),
     "own stage, two means": Case(stage=own_denominators(lambda targets: (targets > 0).sum()), batch=labels),
     "own stage, noise": Case(stage=noisy),
-    "own stage, dropout": Case(stage=stage_of(F.mse_loss), net=lambda: MLP(nn.Dropout(0.3))),
     "own stage, two passes": Case(stage=two_passes()),
     "own stage, gradient penalty": Case(
         stage=with_gradient_penalty(lambda found: (found.norm(dim=1) - 1).square().mean())
@@ -558,7 +487,6 @@ SEPARABLE: dict[str, Case] = {
     "own stage, network called in both ways": Case(stage=in_both_ways(lambda o: o.square().mean())),
     "samples": Case(of_samples(0), Samples),
     "own stage, weight penalty": Case(stage=penalised(lambda state: state.params["weight"].square().sum())),
-    "own stage, teacher": Case(stage=with_teacher(lambda o: o)),
     "own stage, mean of the batch beside rows": Case(
         stage=stage_of(lambda o, t: F.mse_loss(o[0], t) + 0.01 * o[1]),
         net=lambda: With(lambda linear, o: o.square().mean()),
@@ -578,7 +506,6 @@ SEPARABLE: dict[str, Case] = {
     "one example counts": Case(
         losses.CrossEntropy(), batch=lambda seed: (rand(seed, N, 4), torch.arange(N) // 11 * 103 - 100)
     ),
-    "zeros": Case(batch=lambda seed: (torch.zeros(N, 4), torch.zeros(N, C))),
     "perfect": Case(batch=lambda seed: (torch.zeros(N, 4), torch.zeros(N, C)), net=lambda: nn.Linear(4, C, bias=False)),
     "complex": Case(lambda o, t: (torch.complex(o[:, :2], o[:, 2:4]).abs() - 1).square().mean()),
 }

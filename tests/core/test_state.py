@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -190,21 +189,6 @@ def test_bf16_runs_and_keeps_parameters_and_loss_in_float32():
     assert after.loss is not None and after.loss.dtype == torch.float32
     assert not torch.equal(after.params["layer.weight"], reference.params["layer.weight"])
     torch.testing.assert_close(after.params, reference.params, rtol=0.05, atol=0.01)
-
-
-def test_states_share_a_skeleton_in_threads():
-    first = start()
-    states = [first.replace(params={k: v + i for k, v in first.params.items()}) for i in range(3)]
-
-    def train(state: State) -> State:
-        for seed in range(15):
-            state = step(state, batch(seed))
-        return state
-
-    expected = [train(state) for state in states]
-    with ThreadPoolExecutor(len(states)) as pool:
-        found = list(pool.map(train, states))
-    assert all(map(tree.equal, found, expected))
 
 
 # Immutable, and replaced
@@ -401,15 +385,6 @@ def test_draws_depend_only_on_name_batch_and_key():
     assert not any(torch.equal(other, base) for other in others)
     expected = random.Rng(random.fold_in(random.key(1), 0), random.salt("mixup"))
     assert torch.equal(random.uniform(expected, (8,)), base)
-
-
-def test_draws_inside_a_step_use_its_batch_number():
-    def note(state: State) -> State:
-        return state.replace(metrics={"draw": random.uniform(state.rng("probe"), (4,))})
-
-    state = start().replace(timestamp=Timestamp(batch=5))
-    after = with_algorithm(note)(state, batch())
-    assert torch.equal(after.metrics["draw"], random.uniform(state.rng("probe"), (4,)))
 
 
 def test_dropout_draws_by_key_batch_and_example():

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from purecompose import losses
 from tests.foreign.foreign_case import READS, Case, MakeBatch, classes, mapped, values, vectors
 
 
@@ -135,18 +134,14 @@ CASES = [
     Case("CrossEntropyLoss", plain(), vectors(), nn.CrossEntropyLoss(), adam=True),
     Case("CrossEntropyLoss, some ignored", plain(), sometimes_ignored, nn.CrossEntropyLoss()),
     Case("CrossEntropyLoss with weights", plain(), vectors(), ClassWeights()),
-    Case("CrossEntropyLoss with label smoothing", plain(), vectors(), nn.CrossEntropyLoss(label_smoothing=0.1)),
     Case("CrossEntropyLoss of places, some ignored", convolution, grids, nn.CrossEntropyLoss(), inductor=True),
     Case("NLLLoss", plain(3, log_softmax), vectors(), nn.NLLLoss()),
     Case("BCEWithLogitsLoss", plain(), binary, nn.BCEWithLogitsLoss()),
     Case("MSELoss", plain(), values(), nn.MSELoss(), adam=True),
-    Case("HuberLoss", plain(), values(), nn.HuberLoss(delta=0.3)),
     Case("GaussianNLLLoss", lambda: Several(3, 3), values(),
          lambda o, t: F.gaussian_nll_loss(o[0], t, F.softplus(o[1])), refused=READS),
     Case("CTCLoss", lambda: nn.Linear(6, 4), transcripts, connectionist,
          refused={"compiled": "losses.ctc"}),
-    Case("CTC of the library", lambda: nn.Linear(6, 4), transcripts,
-         lambda o, t: losses.ctc(o, (t["ids"], t["lengths"]))),
     Case("contrastive loss", Embedder, tuples(2), contrastive, sliced="its negatives are in the slice"),
     Case("two tasks", lambda: Several(3, 1), two_tasks, both_tasks, inductor=True),
     Case("mixture density", lambda: Several(2, 2, 2), values(1), mixture_density,

@@ -66,18 +66,6 @@ class Cells(nn.Module):
         return self.leave(torch.stack(seen, 1).amax(1))
 
 
-class LearntStart(nn.Module):
-    """A GRU whose first state is a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.core = nn.Parameter(torch.zeros(1, 1, 5)), nn.GRU(6, 5, batch_first=True)
-        self.leave = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(self.core(x, self.start.expand(-1, len(x), -1).contiguous())[1][0])
-
-
 class Packed(nn.Module):
     """Sequences of several lengths, packed."""
 
@@ -206,20 +194,6 @@ class Rotary(nn.Module):
         return self.leave(found.transpose(1, 2).reshape(n, length, 8).mean(1))
 
 
-class Bert(nn.Module):
-    """Masked tokens: only some positions have a target."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder()
-        self.encoder.leave = nn.Identity()
-        self.head = nn.Linear(8, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.encoder.encoder(self.encoder.embedding(ids) + self.encoder.position)
-        return self.head(hidden)
-
-
 def with_lengths(x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor]:
     return [x, torch.tensor([5, 3, 4, 2])], y
 
@@ -229,32 +203,22 @@ def translations(g: Generator) -> tuple[list[Tensor], Tensor]:
     return [source, target[:, :-1]], target[:, 1:]
 
 
-def tags(g: Generator) -> tuple[Tensor, Tensor]:
-    return classes(g, 4, 5, num=VOCABULARY), classes(g, 4, 5)
-
-
 def recurrent(kind: Callable[..., Any], **options: Any) -> Callable[[], nn.Module]:
     return lambda: Last(kind(6, 5, batch_first=True, **options))
 
 
 CASES = [
     Case("gru", recurrent(nn.GRU), series, inductor=True),
-    Case("lstm", recurrent(nn.LSTM), series),
     Case("lstm, time first", lambda: Last(nn.LSTM(6, 5), is_batch_first=False), time_first, options={"batch_dim": 1}),
     Case("lstm with dropout", recurrent(nn.LSTM, num_layers=2, dropout=0.3), series, draws=True),
-    Case("lstm cells", lambda: Cells(nn.LSTMCell), series),
     Case("gru cells", lambda: Cells(nn.GRUCell), series, adam=True),
-    Case("learnt first state", LearntStart, series),
     Case("packed sequences", Packed, mapped(series, with_lengths),
          refused={"compiled": SHAPES["compiled"], "population": "a number or the memory of a tensor is read"}),
     Case("attention", lambda: Attending(mask=""), tokens(), adam=True),
     Case("attention with padding", lambda: Attending(mask="padding", add_zero_attn=True), tokens(), inductor=True),
     Case("attention with dropout", lambda: Attending(mask="", dropout=0.3), tokens(), draws=True),
     Case("encoder", Encoder, tokens(), inductor=True),
-    Case("encoder, time first", lambda: Encoder(is_batch_first=False), mapped(tokens(), lambda x, y: (x.T, y)),
-         options={"batch_dim": 1}),
     Case("encoder and decoder", Translator, translations, each_token),
     Case("gpt", GPT, next_tokens, each_token, adam=True, inductor=True),
     Case("rotary attention", Rotary, tokens()),
-    Case("masked language model", Bert, tags, lambda x, y, reduction="mean": each_token(x, y, reduction)),
 ]  # fmt: skip

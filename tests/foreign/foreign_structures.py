@@ -5,14 +5,13 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.foreign.foreign_case import FUNCTION, READS, SHAPES, WRITES, Case, mapped, tokens, vectors
@@ -66,23 +65,12 @@ def averages(self: Any, x: Tensor) -> Tensor:
     return x - self.mean
 
 
-def enqueues(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        self.queue.copy_(torch.cat([self.queue[len(x) :], x.detach()]))
-    return x + (x @ self.queue.T).softmax(1) @ self.queue
-
-
 def points(self: Any, x: Tensor) -> Tensor:
     place = int(self.pointer)
     with torch.no_grad():
         self.queue[place : place + len(x)] = x.detach()
         self.pointer[0] = (place + len(x)) % 16
     return x + self.queue.mean(0)
-
-
-def remembers(self: Any, x: Tensor) -> Tensor:
-    self.last = x
-    return x
 
 
 def branches_by_value(self: Any, x: Tensor) -> Tensor:
@@ -99,10 +87,6 @@ def through_numpy(self: Any, x: Tensor) -> Tensor:
 
 def draws(self: Any, x: Tensor) -> Tensor:
     return x + 0.1 * torch.randn_like(x) if self.training else x
-
-
-def permutes_batch(self: Any, x: Tensor) -> Tensor:
-    return x + 0.1 * x[torch.randperm(len(x))] if self.training else x
 
 
 def penalised(self: Any, x: Tensor) -> Tensor:
@@ -153,23 +137,11 @@ def quantizes(self: Any, x: Tensor) -> Tensor:
     return x + (self.codebook[codes] - x).detach()
 
 
-def follows(self: Any, x: Tensor) -> Tensor:
-    """A teacher whose weights follow by moving averages, written with no_grad."""
-    with torch.no_grad():
-        self.teacher.lerp_(self.inner.weight, 0.1)
-    return self.inner(x) - F.linear(x, self.teacher)
-
-
 def follows_by_data(self: Any, x: Tensor) -> Tensor:
     """The momentum update of contrastive learning, as it is commonly written."""
     for mine, theirs in zip(self.inner.parameters(), self.slow.parameters(), strict=True):
         theirs.data = theirs.data * 0.9 + mine.data * 0.1
     return self.inner(x) - self.slow(x).detach()
-
-
-def rebinds(self: Any, x: Tensor) -> Tensor:
-    self.scale = nn.Parameter(self.scale.detach() * 0.9)
-    return x * self.scale
 
 
 def clamps(self: Any, x: Tensor) -> Tensor:
@@ -201,15 +173,6 @@ def casts_itself(self: Any, x: Tensor) -> Tensor:
     return found.to(x)
 
 
-@functools.lru_cache(maxsize=4)
-def table(length: int) -> Tensor:
-    return torch.linspace(-1, 1, length, dtype=torch.float64)
-
-
-def looks_up(self: Any, x: Tensor) -> Tensor:
-    return x * table(x.shape[1]).to(x)
-
-
 class Doubled(torch.autograd.Function):
     """Twice the input, in the older form, with its own gradient."""
 
@@ -221,24 +184,6 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 3 * grad
-
-
-class Halved(torch.autograd.Function):
-    """The identity with half the gradient, in the newer form."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 0.5 * grad
 
 
 @dataclasses.dataclass
@@ -262,26 +207,6 @@ def as_dict(x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 # Structures of networks
-
-
-class Tied(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first, self.second, self.leave = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        if how == "module":
-            self.second = self.first
-        elif how == "parameter":
-            self.second.weight = self.first.weight
-        elif how == "data":
-            self.second.weight.data = self.first.weight.data
-        else:
-            del self.second.weight
-            self.second.weight = nn.Parameter(self.first.weight.data.T)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
 def doubles_inputs(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -309,34 +234,14 @@ def with_backward_hook() -> nn.Module:
     return net
 
 
-def with_parameter_hook() -> nn.Module:
-    net = nn.Linear(6, 3)
-    net.weight.register_hook(lambda grad: 2 * grad)
-    return net
-
-
-def pruned() -> nn.Module:
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    prune.l1_unstructured(net[0], "weight", amount=0.5)
-    return net
-
-
 def partly_frozen() -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     net[0].requires_grad_(False)
     return net
 
 
-def scripted() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), torch.jit.script(nn.Sequential(nn.Tanh(), nn.Linear(8, 3))))
-
-
 def old_weight_norm() -> nn.Module:
     return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3))
-
-
-def old_spectral_norm() -> nn.Module:
-    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3))
 
 
 class LowRank(nn.Module):
@@ -374,10 +279,8 @@ SQUARE = linear(8, 8)
 CASES = [
     Case("moving average, rebound", built(body(averages), **BODY, mean=zeros(8)), vectors(),
          sliced="it averages slices"),
-    Case("queue", built(body(enqueues), **BODY, queue=zeros(8, 8)), vectors(), sliced="it enqueues slices"),
     Case("queue with a pointer", built(body(points), **BODY, queue=zeros(16, 8), pointer=zeros(1, dtype=torch.int64)),
          vectors(), sliced="it enqueues slices", refused=READS),
-    Case("remembered activation", built(body(remembers), **BODY), vectors()),
     Case("branch by value", built(body(branches_by_value), **BODY, first=SQUARE, second=SQUARE), vectors(), adam=True,
          sliced="it chooses for a slice", refused=READS),
     Case("number of a tensor", built(body(reads_number), **BODY), vectors(), sliced="the maximum of a slice",
@@ -385,7 +288,6 @@ CASES = [
     Case("through NumPy", built(body(through_numpy), **BODY), vectors(), sliced="the mean of a slice",
          refused={"compiled": "a step cannot be compiled in the stage forward.*numpy", "population": "memory of"}),
     Case("noise", built(body(draws), **BODY), vectors(), draws=True),
-    Case("permuted batch", built(body(permutes_batch), **BODY), vectors(), draws=True, sliced="partners in the slice"),
     Case("gradient in forward", built(body(penalised), **BODY, inner=SQUARE), vectors()),
     Case("jacobian in forward", built(body(jacobian), **BODY, inner=SQUARE), vectors()),
     Case("mixture of experts, sparse", built(body(routes_sparsely), **BODY, router=linear(4, 8), experts=experts),
@@ -399,12 +301,9 @@ CASES = [
     Case("low-rank parametrization", low_rank, vectors()),
     Case("codebook", built(body(quantizes), **BODY, codebook=lambda: torch.randn(4, 8)), vectors(),
          sliced="its means are those of slices", refused={"population": READS["population"]}),
-    Case("teacher in a buffer", built(body(follows), **BODY, inner=linear(8, 8, bias=False), teacher=zeros(8, 8)),
-         vectors(), sliced="it follows once a slice"),
     Case("teacher by .data", built(body(follows_by_data), **BODY, inner=SQUARE,
          slow=lambda: nn.Linear(8, 8).requires_grad_(False)), vectors(),
          refused=WRITES + "|`.data` of a tensor is assigned"),
-    Case("rebound parameter", built(body(rebinds), **BODY, scale=param(8)), vectors(), refused=WRITES),
     Case("clamped parameter", built(body(clamps), **BODY, scale=param(8)), vectors(), refused=WRITES),
     Case("writes into a copy", built(body(writes_into_input), **BODY), vectors()),
     Case("writes into the batch", built(writes_into_batch, **BODY), vectors(),
@@ -412,13 +311,10 @@ CASES = [
     Case("changed dropout", built(body(changes_dropout), **BODY, drop=lambda: nn.Dropout(0.5)), vectors(), draws=True),
     Case("autocast inside", built(body(casts_itself), **BODY, inner=lambda: nn.Linear(8, 8).float()), vectors(),
          rtol=2e-2),
-    Case("cached table", built(body(looks_up), **BODY), vectors()),
     Case("older autograd function", built(body(lambda self, x: Doubled.apply(x)), **BODY), vectors(),
          refused=FUNCTION),
-    Case("newer autograd function", built(body(lambda self, x: Halved.apply(x)), **BODY), vectors()),
     Case("complex parameter", built(body(turned), **BODY, turn=lambda: nn.Parameter(
          torch.view_as_complex(torch.randn(4, 2)))), vectors()),
-    Case("unused parameter", built(body(lambda self, x: x), **BODY, idle=param(4)), vectors(), adam=True),
     Case("dataclass out", built(lambda self, x: Output(self.leave(torch.tanh(self.enter(x)))), **BODY), vectors(),
          of_logits),
     Case("two inputs", built(lambda self, x, y: self.leave(torch.tanh(self.enter(x) * self.enter(y))), **BODY),
@@ -429,19 +325,9 @@ CASES = [
     Case("batch as the argument", built(lambda self, batch: self.leave(torch.tanh(self.enter(batch["x"]))), **BODY),
          mapped(vectors(), as_dict), lambda o, t: F.cross_entropy(o, t["label"]), lambda net, batch: net(batch),
          {"input_field": (lambda batch: [batch], lambda batch, value: value[0]), "target_field": "*"}),
-    *(Case(f"tied by the {how}", functools.partial(Tied, how), vectors(), adam=how == "module")
-      for how in ("module", "parameter", "data")),
-    Case("tied by a view", functools.partial(Tied, "view"), vectors(), refused="share memory"),
     Case("backward hook of a module", with_backward_hook, vectors(), refused=FUNCTION),
-    Case("hook of a parameter", with_parameter_hook, vectors(), refused="weight has hooks"),
-    Case("pruned", pruned, vectors(), refused="make it permanent"),
     Case("partly frozen", partly_frozen, vectors(), sliced="batch normalization sees slices"),
-    Case("scripted part", scripted, vectors(), refused="pass the module as it was before torch.jit.script"),
     Case("weight norm by hooks", old_weight_norm, vectors(), refused="use torch.nn.utils.parametrizations"),
-    Case("spectral norm by hooks", old_spectral_norm, vectors(),
-         refused="use torch.nn.utils.parametrizations"),
-    Case("lazy layer", lambda: nn.Sequential(nn.LazyLinear(3)), vectors(),
-         refused="run the module once on a batch first"),
     Case("bag of tokens in float32", lambda: nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 3)), tokens(),
          is_float=True),
 ]  # fmt: skip

@@ -6,7 +6,6 @@ outside the step, richer cases, the full text of a law, the process, or quantiti
 """
 
 import os
-import time
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from purecompose import random, surgery, tree
+from purecompose import random, surgery
 from purecompose.batch import map_tensors
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
@@ -28,7 +27,6 @@ __all__ = ["WRONG"]
 
 WRONG: list[Mutant] = []
 
-_AT_END = (Event.INIT, Event.EPOCH_END)
 _PREDICTING = (Event.EVAL_START, Event.PREDICT_START)
 
 
@@ -40,10 +38,6 @@ def wrong(breaks: str, **options: Any) -> Any:
         return WRONG[-1] if "at" in options else mistake  # the author's form, a factory that may take a name
 
     return decorate
-
-
-def floats(inputs: Any) -> Tensor:
-    return inputs if inputs.is_floating_point() else inputs.float()
 
 
 # Events outside the step
@@ -94,23 +88,10 @@ def decays_frozen_each_epoch(state: State) -> State:
     return scaled_params(state, 0.9)
 
 
-@wrong("own_slot", at=Event.EPOCH_START)
-def resets_all_slots_each_epoch(state: State) -> State:
-    """Sets all slots to zero for a warm restart, where its own was meant."""
-    return state.replace(slots=tree.map(torch.zeros_like, state.slots))
-
-
 @wrong("global_state_kept", at=Event.EPOCH_START)
 def seeds_each_epoch(state: State) -> State:
     """Seeds torch at each epoch, as samplers of old did."""
     torch.manual_seed(0)
-    return state
-
-
-@wrong("global_state_kept", at=Event.FIT_START)
-def allows_tf32(state: State) -> State:
-    """Switches TF32 in cuDNN."""
-    torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
     return state
 
 
@@ -149,18 +130,6 @@ def restarts_from_the_first_weights() -> Any:
     return change
 
 
-@wrong("match_pure")
-def acts_while_matching() -> Algorithm:
-    """Shrinks the weights inside a match of a host method, which is given the state itself."""
-
-    def match(event: Event, state: State) -> bool:
-        if event is Event.BATCH_START and state.timestamp.batch >= 1:
-            state.params.update({k: p * 0.9 for k, p in state.params.items()})
-        return event is Event.BATCH_START and state.timestamp.batch == 0
-
-    return Algorithm("acts_while_matching", match, lambda event, state: state, host=True)
-
-
 # Richer cases
 
 
@@ -189,28 +158,6 @@ def speed_by_the_rate(event: Event, state: State) -> State:
     return state.replace(params={k: p - 1e-3 * (p - old[k]) / rate.to(p) for k, p in state.params.items()})
 
 
-@wrong("structure_kept", at=Event.BATCH_END, task="double")
-def casts_to_float(state: State) -> State:
-    """Casts weights to float32 for a computation, and does not cast them back."""
-    return state.replace(params={k: p.float() * 0.99 for k, p in state.params.items()})
-
-
-@wrong("structure_kept", at=(Event.INIT, Event.AFTER_TRAIN_BATCH), task="double")
-def float_slot_for_double_gradients(event: Event, state: State) -> State:
-    """Makes its slot in float32, whatever the weights are."""
-    name = "float_slot_for_double_gradients"
-    if event is Event.INIT:
-        return with_slot(state, name, {k: torch.zeros(p.shape) for k, p in state.params.items()})
-    old = state.slots[name]
-    return with_slot(state, name, {k: 0.9 * v + 0.1 * (state.grads or {}).get(k, 0 * v) for k, v in old.items()})
-
-
-@wrong("own_slot", at=Event.BATCH_END)
-def floats_all_slots(state: State) -> State:
-    """Makes every slot float32 before it is averaged over processes."""
-    return state.replace(slots=tree.map(lambda leaf: leaf.float(), state.slots))
-
-
 @wrong("mixtures_taken", at=Event.AFTER_DATALOADER)
 def relabels_by_index(state: State) -> State:
     """Indexes targets as a tensor: beside MixUp they are a Mixture."""
@@ -233,18 +180,6 @@ def weighs_by_the_target(state: State) -> State:
 # Laws to the full extent of their text
 
 
-@wrong("pairs_undone", at=(Event.INIT, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH))
-def ascent_not_undone(event: Event, state: State) -> State:
-    """A manual SAM ascent by a factor before the gradient, which another factor does not undo."""
-    name = "ascent_not_undone"
-    if event is Event.INIT:
-        return with_slot(state, name, dict(state.params))
-    if event is Event.BEFORE_TRAIN_BATCH:
-        climbed = {k: p * 1.05 for k, p in state.params.items()}
-        return with_slot(state.replace(params=climbed), name, dict(state.params))
-    return state.replace(params={k: p / 1.04 for k, p in state.params.items()})
-
-
 @wrong("pairs_undone", at=(Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH))
 def lookahead_point_half_undone(event: Event, state: State) -> State:
     """Moves to Nesterov's point and back, for all but the biases."""
@@ -265,14 +200,6 @@ def own_strength_detached() -> Algorithm:
         return state.replace(grads={k: g * (1 - strength.to(g)) for k, g in (state.grads or {}).items()})
 
     return Algorithm(name, on(Event.AFTER_TRAIN_BATCH), apply, config={"strength": hparam("strength", 0.3)})
-
-
-@wrong("draws_keyed", at=Event.AFTER_TRAIN_BATCH)
-def one_name_for_all_gradients(state: State) -> State:
-    """Draws noise for every gradient under one name: tensors share their noise."""
-    name = "one_name_for_all_gradients"
-    noise = {k: random.normal(state.rng(name), tuple(g.shape)).to(g) for k, g in (state.grads or {}).items()}
-    return state.replace(grads={k: g + 0.01 * noise[k] for k, g in (state.grads or {}).items()})
 
 
 @wrong("draws_keyed", at=Event.AFTER_DATALOADER)
@@ -340,12 +267,6 @@ def reinitialises_by_surgery(state: State) -> State:
 
 
 # The process
-
-
-@wrong("deterministic", at=Event.BATCH_START)
-def warms_up_by_the_counter(state: State) -> State:
-    """Warms up in minutes since the process began."""
-    return scaled_params(state, 1 - 1e-6 * (time.monotonic() // 60))
 
 
 @wrong("ranks_agree", at=Event.AFTER_TRAIN_BATCH)
@@ -425,24 +346,3 @@ def old_statistics_for_prediction(event: Event, state: State) -> State:
     if event is Event.PREDICT_START:
         return state.replace(buffers=dict(state.slots[name]))
     return with_slot(state, name, dict(state.buffers)) if event is Event.INIT else state
-
-
-# Further mistakes of the same kinds at other places
-
-
-@wrong("microbatches_agree", at=Event.AFTER_LOSS)
-def sum_over_the_slice(state: State) -> State:
-    """Adds a sum over the slice's outputs where a mean was meant."""
-    return state.replace(loss=state.loss + 0.01 * state.outputs.pow(2).sum())
-
-
-@wrong("resume_exact", at=Event.BATCH_END)
-def notes_by_object() -> Any:
-    """Identifies weights by `id`, which no checkpoint keeps."""
-    known: dict[int, float] = {}
-
-    def change(state: State) -> State:
-        factor = known.setdefault(int(state.key.sum()), 1 - 1e-3 * (id(known) % 97))
-        return scaled_params(state, factor)
-
-    return change

@@ -55,14 +55,6 @@ def rounds_when_neutral(state: State) -> State:
     return state.replace(inputs=(state.inputs.half() * 1.0).to(state.inputs))
 
 
-@mutant("neutral_setting", at=Event.AFTER_DATALOADER)
-def permutes_when_neutral(state: State) -> State:
-    """Mixes with weight 0, but into the partners' inputs, which take the places of the examples' own."""
-    mixing, partners = 0.0, state.inputs.roll(1, 0)
-    mixed = torch.lerp(partners, state.inputs, mixing) if partners.is_floating_point() else partners
-    return state.replace(inputs=mixed)
-
-
 @mutant("neutral_setting", at=(Event.BEFORE_LOSS, Event.AFTER_LOSS), task="tokens")
 def densifies_when_neutral(event: Event, state: State) -> State:
     """Smoothing 0 still turns class indices into dense targets, which the loss sums in another order."""
@@ -75,12 +67,6 @@ def densifies_when_neutral(event: Event, state: State) -> State:
     dense = one_hot(targets, state.outputs)
     smoothed = (1.0 - 0.0) * dense + 0.0 / dense.shape[1]
     return with_slot(state.replace(targets=smoothed), name, targets)
-
-
-@mutant("neutral_setting", at=Event.BATCH_END)
-def normalises_when_neutral(state: State) -> State:
-    """Rescales the weights to their own norm: dividing and multiplying by one number rounds twice."""
-    return state.replace(params={name: p / p.norm() * p.norm() for name, p in state.params.items()})
 
 
 # draws_independent
@@ -160,13 +146,3 @@ def averages_metrics(state: State) -> State:
     metrics = {**state.metrics, "averages_metrics/loss": state.loss}
     mean = torch.stack([value.float() for value in metrics.values()]).mean()
     return scaled_grads(state.replace(metrics=metrics), mean.to(state.loss))
-
-
-@mutant("list_position_free", at=(Event.INIT, Event.BATCH_END))
-def numbers_itself(event: Event, state: State) -> State:
-    """Uses its position in the list of algorithms as the number of its random stream."""
-    if event is Event.INIT:
-        return state
-    number = state.context.initialised.index("numbers_itself")
-    draws = random.uniform(random.fold_in(state.rng("numbers_itself"), number), ())
-    return scaled_params(state, 1 + 0.01 * draws)

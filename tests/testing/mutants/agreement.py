@@ -18,12 +18,6 @@ def root_of_what_is_left(state: State) -> State:
     return scaled_grads(state, torch.sqrt(0.5 - state.clock.elapsed).to(torch.float32))
 
 
-@mutant("stays_finite", at=Event.AFTER_TRAIN_BATCH)
-def divides_by_the_excess(state: State) -> State:
-    """Divides gradients by the excess of their norm over a bound, which is usually 0."""
-    return scaled_grads(state, 1 / (tree.global_norm(state.grads) - 10).clamp_min(0))
-
-
 @mutant("gradients_taken", at=Event.AFTER_TRAIN_BATCH)
 def gradients_of_its_own_losses(state: State) -> State:
     """Computes the gradients again, as methods for several tasks do, without the trait by which it acts first."""
@@ -46,12 +40,6 @@ def noise_drawn_per_slice(state: State) -> State:
     """Draws noise for the inputs at BEFORE_FORWARD with `state.rng`, so that every slice gets the same numbers."""
     draws = random.normal(state.rng("noise_drawn_per_slice"), tuple(state.inputs.shape))
     return state.replace(inputs=state.inputs + 0.1 * draws.to(state.inputs))
-
-
-@mutant("microbatches_agree", at=Event.BEFORE_FORWARD)
-def inputs_centred_by_slice(state: State) -> State:
-    """Takes the mean over the current examples, which between BEFORE_FORWARD and AFTER_BACKWARD are only a slice."""
-    return state.replace(inputs=state.inputs - state.inputs.mean(0))
 
 
 @mutant("microbatches_agree", at=(Event.INIT, Event.AFTER_BACKWARD))
@@ -151,13 +139,6 @@ def branch_on_the_loss(state: State) -> State:
 
 
 @mutant("vmap_agrees", at=Event.AFTER_TRAIN_BATCH)
-def loss_read_as_number(state: State) -> State:
-    """Scales the gradients by `loss.item()`, which is impossible under transforms."""
-    assert state.loss is not None
-    return scaled_grads(state, state.loss.item())
-
-
-@mutant("vmap_agrees", at=Event.AFTER_TRAIN_BATCH)
 def large_gradients_by_mask(state: State) -> State:
     """Reports a mean over `x[mask]`, whose shape depends on values."""
     assert state.grads is not None
@@ -199,12 +180,6 @@ def decay_without_gradient(state: State) -> State:
         return scaled_params(state, 0.99)
 
 
-@mutant("gradient_exact", at=Event.BATCH_END, task="images")
-def decay_of_data(state: State) -> State:
-    """Subtracts a fraction of `param.data`, so that the derivative misses only that term."""
-    return state.replace(params={name: param - 0.01 * param.data for name, param in state.params.items()})
-
-
 @mutant("gradient_exact", at=Event.AFTER_TRAIN_BATCH)
 def norm_detached(state: State) -> State:
     """Normalises the gradients by a norm that is cut off from the graph."""
@@ -237,17 +212,6 @@ def number_or_default(state: State) -> State:
     except RuntimeError:
         elapsed = 0.0
     return scaled_params(state, 1 - 0.1 * elapsed)
-
-
-_FACTORS = (0.1, 0.5, 1.0)
-
-
-@mutant("compiled_agrees", at=Event.BEFORE_TRAIN_BATCH)
-def looks_up_by_batch(state: State) -> State:
-    """Looks up a factor for the inputs in a tuple, with the batch's number as a Python index."""
-    assert state.clock is not None
-    factor = _FACTORS[min(int(state.clock.batch), len(_FACTORS) - 1)]
-    return state.replace(inputs=factor * state.inputs)
 
 
 @mutant("compiled_agrees", at=Event.AFTER_DATALOADER, task="images")

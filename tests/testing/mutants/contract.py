@@ -25,12 +25,6 @@ def widens_params(state: State) -> State:
     return scaled_params(state, torch.tensor([0.99], dtype=torch.float64))
 
 
-@mutant("structure_kept", at=Event.BATCH_END)
-def wraps_params(state: State) -> State:
-    """Wraps new weights in `nn.Parameter`, as a module would: they leave the step with `requires_grad=True`."""
-    return state.replace(params={name: nn.Parameter(param * 0.99) for name, param in state.params.items()})
-
-
 @mutant("structure_kept", at=Event.BATCH_END, task="images")
 def drops_buffers(state: State) -> State:
     """Averages the floating buffers and drops all others."""
@@ -133,16 +127,6 @@ def second_forward(state: State) -> State:
     """Keeps the buffers of an extra forward pass in training mode: running statistics see a batch twice."""
     outputs, buffers = state.run_model(state.inputs, train=True, rng_name="second_forward")
     return state.replace(buffers=buffers, metrics={**state.metrics, "outputs": outputs.mean()})
-
-
-@mutant("own_slot", at=Event.AFTER_TRAIN_BATCH, task="images")
-def resets_statistics(state: State) -> State:
-    """Resets running statistics to their first values, as before a recalibration that never happens."""
-    begun = {
-        name: torch.ones_like(buffer) if name.endswith("running_var") else torch.zeros_like(buffer)
-        for name, buffer in state.buffers.items()
-    }
-    return state.replace(buffers=begun)
 
 
 @mutant("own_slot", at=Event.AFTER_TRAIN_BATCH, task="images")

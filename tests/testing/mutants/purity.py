@@ -5,7 +5,6 @@ import random as python_random
 import time
 from datetime import datetime, timedelta
 from time import time as now
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,19 +96,6 @@ def numpy_mixing(state: State) -> State:
 
 
 @mutant("deterministic", at=Event.BATCH_END)
-def counts_in_closure():
-    """Counts its calls in a closure, to warm up."""
-    calls = 0
-
-    def change(state: State) -> State:
-        nonlocal calls
-        calls += 1
-        return scaled_params(state, 1 - 1 / (1 + calls))
-
-    return change
-
-
-@mutant("deterministic", at=Event.BATCH_END)
 def stops_after_an_hour():
     """Trains for an hour by the wall clock, and does nothing from then on."""
     start = time.monotonic()
@@ -157,16 +143,6 @@ def imports_the_clock():
     return lambda state: state if now() - start > 3600 else scaled_params(state, 0.99)
 
 
-_RECORD: dict[str, Any] = {"rounds": 0}
-
-
-@mutant("deterministic", at=Event.BATCH_END)
-def module_global(state: State) -> State:
-    """Anneals by a counter in a module-level global."""
-    _RECORD["rounds"] += 1
-    return scaled_params(state, 0.5 ** (_RECORD["rounds"] % 7))
-
-
 # global_state_kept
 
 
@@ -188,13 +164,6 @@ def seeds_python_in_apply(event: Event, state: State) -> State:
 def sets_default_dtype(state: State) -> State:
     """Switches the default dtype to float64 for a computation, and not back."""
     torch.set_default_dtype(torch.float64)
-    return scaled_params(state, 0.999)
-
-
-@mutant("global_state_kept", at=Event.BATCH_END)
-def leaves_grad_mode(state: State) -> State:
-    """Switches gradients on for its own computation, and does not switch them off again."""
-    torch.set_grad_enabled(True)
     return scaled_params(state, 0.999)
 
 
@@ -227,21 +196,6 @@ def counts_matches() -> Algorithm:
         return asked % 2 == 0
 
     return Algorithm("counts_matches", match, _shrunk)
-
-
-@mutant("match_pure")
-def acts_once() -> Algorithm:
-    """Remembers the batch of the last `match` call to act once per batch: a second call for the same batch is False."""
-    last = -1
-
-    def match(event: Event, state: State) -> bool:
-        nonlocal last
-        if event is not Event.BATCH_START or state.timestamp.batch == last:
-            return False
-        last = state.timestamp.batch
-        return True
-
-    return Algorithm("acts_once", match, _shrunk)
 
 
 @mutant("match_pure")
@@ -292,17 +246,6 @@ def matches_by_key() -> Algorithm:
 
 
 @mutant("match_pure")
-def matches_by_global_draw() -> Algorithm:
-    """Acts in half of the steps, chosen by Python's random generator."""
-
-    def match(event: Event, state: State) -> bool:
-        del state
-        return event is Event.BATCH_END and python_random.random() < 0.5
-
-    return Algorithm("matches_by_global_draw", match, _shrunk)
-
-
-@mutant("match_pure")
 def host_match_writes() -> Algorithm:
     """A host algorithm whose match writes its answer into `state.metrics`."""
 
@@ -346,22 +289,3 @@ def time_by_match() -> Algorithm:
         return scaled_params(state, 0.9 ** moment["now"].batch)
 
     return Algorithm("time_by_match", match, apply)
-
-
-@mutant("compiled_agrees")
-def warms_up_by_match() -> Algorithm:
-    """Its match computes the fraction of the run, a Python number, by which apply scales the gradients."""
-    share = 0.0
-
-    def match(event: Event, state: State) -> bool:
-        nonlocal share
-        if event is not Event.AFTER_TRAIN_BATCH:
-            return False
-        share = 0.1 + (state.timestamp.elapsed() or 0.0)
-        return True
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return scaled_grads(state, share)
-
-    return Algorithm("warms_up_by_match", match, apply)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random
+from purecompose import random
 from purecompose.algorithms._label_smoothing import smooth_labels
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
@@ -22,12 +22,6 @@ from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, wi
 def augments_test_data(state: State) -> State:
     """Adds noise to every batch, including those of evaluation."""
     return state.replace(inputs=_noisy(state, "augments_test_data"))
-
-
-@mutant("evaluation_blind", at=(Event.AFTER_FORWARD, Event.EVAL_AFTER_FORWARD))
-def sharpens_outputs(state: State) -> State:
-    """Trains with a temperature that is still applied where evaluation reads the outputs."""
-    return state.replace(outputs=batches.map_tensors(lambda outputs: 2 * outputs, state.outputs))
 
 
 @mutant("evaluation_blind", at=(Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.EVAL_AFTER_FORWARD))
@@ -181,31 +175,6 @@ def counts_in_a_global(state: State) -> State:
     """Doubles the gradient in every second step, by a global count of its calls instead of the clock."""
     _CALLS[0] += 1
     return scaled_grads(state, 2.0 if _CALLS[0] % 2 == 0 else 1.0)
-
-
-class _Ramp:
-    """A factor that grows with each call."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self) -> float:
-        self.calls += 1
-        return 1 - 0.5**self.calls
-
-
-@mutant("resume_exact", at=(Event.INIT, Event.AFTER_TRAIN_BATCH))
-def warms_up_by_its_own_count():
-    """Warms up by an object's count; the slot only reports it and is never read back."""
-    ramp = _Ramp()
-
-    def change(event: Event, state: State) -> State:
-        factor = 0.0 if event is Event.INIT else ramp()
-        reported = {"factor": torch.full((), factor, device=state.device)}
-        state = with_slot(state, "warms_up_by_its_own_count", reported)
-        return state if event is Event.INIT else scaled_grads(state, factor)
-
-    return change
 
 
 @mutant("resume_exact", at=Event.AFTER_DATALOADER)

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import purecompose as pc
-from purecompose import Algorithm, Event, State, compose, every, loop_events, on, optim, tree
+from purecompose import Algorithm, Event, State, compose, loop_events, on, optim, tree
 from purecompose.errors import TraceError
 from purecompose.testing.case import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation import backends, inductor
 from purecompose.transforms.compilation.capture import fake_mode
-from tests.helpers import make_batch, make_batches, make_cnn, make_state, noise
+from tests.helpers import make_batch, make_batches, make_state, noise
 from tests.pages import ROOT
 from tests.shipped_examples import computes_in_half, examples_on_tasks
 from tests.transforms.compilation.compile_helpers import (
@@ -35,7 +34,6 @@ from tests.transforms.compilation.compile_helpers import (
     flipped_choice,
     made,
     scaling,
-    sharpness,
     swap,
 )
 
@@ -274,28 +272,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
-
-
-@pytest.mark.slow
-@DONATE
-def test_inductor_agrees_on_a_convolutional_network_across_boundaries(donate: bool, cache: None) -> None:
-    del cache
-    methods = [scaling("in", Event.AFTER_DATALOADER, 1.5, 2), sharpness(when=every(2)), average(when=every(3))]
-    step = compose(loop_events, methods)
-    fast = compiled(step, backend="inductor", donate=donate)
-    state = step.init(make_state(make_cnn(), optimizer=optim.sgd(0.05, momentum=0.9)))
-    assert_runs_agree(step, fast, state, make_batches(7, shape=(2, 6, 6)), tolerance=1e-4)
-
-
-@pytest.mark.slow
-@DONATE
-def test_inductor_agrees_on_all_shipped_methods_at_once(donate: bool, cache: None) -> None:
-    del cache
-    chosen = pc.algorithms.selective_backprop(0.3, 0.8, keep=0.5, full_every=2)
-    methods = [pc.algorithms.mixup(0.2), chosen, pc.algorithms.label_smoothing(0.1), average()]
-    step = compose(loop_events, methods)
-    state = step.init(make_state(duration="20ba"))
-    assert_runs_agree(step, compiled(step, backend="inductor", donate=donate), state, make_batches(20), tolerance=1e-5)
 
 
 def queue(name: str = "queue") -> Algorithm:

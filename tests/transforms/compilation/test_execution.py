@@ -6,18 +6,10 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import Event, State, compose, loop_events
+from purecompose import Event, State
 from tests.helpers import changing, counter, make_batches, make_mlp, make_state
 from tests.sampling import one_in
-from tests.transforms.compilation.compile_helpers import (
-    DONATE,
-    assert_runs_agree,
-    average,
-    compiled,
-    made,
-    scaling,
-    sharpness,
-)
+from tests.transforms.compilation.compile_helpers import DONATE, assert_runs_agree, average, made, scaling
 
 
 PLACES = [Event.AFTER_DATALOADER, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, Event.BATCH_END]
@@ -87,22 +79,6 @@ def test_host_algorithms_that_read_and_write_gradients_agree(event: Event, donat
     methods = [changing("clip", Event.AFTER_TRAIN_BATCH, clip, host=True), scaling("s", event, 0.9, 2)]
     step, fast = made(methods, donate=donate)
     assert_runs_agree(step, fast, make_state(), make_batches(5))
-
-
-@DONATE
-def test_host_algorithms_that_sometimes_act_among_others_agree(donate: bool) -> None:
-    bump = lambda s: s.replace(params={k: p * 1.01 for k, p in s.params.items()})  # noqa: E731
-    methods = [
-        changing("h1", Event.AFTER_DATALOADER, bump, host=True, when=pc.every(2)),
-        changing("h2", Event.AFTER_TRAIN_BATCH, bump, host=True, when=pc.every(3)),
-        changing("h3", Event.BATCH_END, bump, host=True, when=pc.every(4)),
-        counter(),
-        sharpness(when=pc.every(2)),
-        average(when=pc.every(3)),
-        scaling("s", Event.AFTER_DATALOADER, 1.1, 5),
-    ]
-    step = compose(loop_events, methods, microbatches=2)
-    assert_runs_agree(step, compiled(step, donate=donate), step.init(make_state()), make_batches(7))
 
 
 @DONATE

@@ -1,7 +1,6 @@
 """A compiled step agrees with the composed one for everything that a step can contain."""
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, losses, on, optim
+from purecompose import Algorithm, Event, State, compose, loop_events, on, optim
 from purecompose.core.loop import advance, update
 from purecompose.core.program import events_in
 from purecompose.core.scopes import Grad
@@ -32,7 +31,6 @@ from tests.helpers import (
     noise,
     without,
 )
-from tests.pages import ROOT
 from tests.sampling import one_in
 from tests.shipped_examples import examples_on_tasks
 from tests.time.predicate_strategies import predicates
@@ -45,7 +43,6 @@ from tests.transforms.compilation.compile_helpers import (
     made,
     scaling,
     sharpness,
-    swap,
 )
 
 
@@ -55,23 +52,6 @@ def test_every_shipped_setting_agrees(text: str, task: str, donate: bool) -> Non
     step, fast = made([Subject.of(text).algorithm], donate=donate)
     state = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))
     assert_runs_agree(step, fast, state, [TASKS[task].make_batch(seed, 6) for seed in range(20)])
-
-
-@pytest.mark.parametrize("microbatches, donate", [pytest.param(1, False, marks=pytest.mark.slow), (3, True)])
-@pytest.mark.slow
-def test_all_methods_together_agree(donate: bool, microbatches: int) -> None:
-    methods = [
-        alg.mixup(0.2),
-        alg.selective_backprop(0.3, 0.8, keep=0.5, full_every=2),
-        sharpness(when=pc.every(5)),
-        average(when=pc.every(3)),
-        swap(),
-        counter(),
-        alg.label_smoothing(0.1),
-    ]
-    step = compose(loop_events, methods, microbatches=microbatches)
-    state = step.init(make_state(make_cnn(), duration="20ba", batches_per_epoch=10))
-    assert_runs_agree(step, compiled(step, donate=donate), state, make_batches(20, shape=(2, 6, 6)))
 
 
 OPTIMIZERS = {
@@ -160,26 +140,6 @@ def test_networks_agree(net: Any, options: dict[str, Any], donate: bool) -> None
 
 
 # Programs
-
-
-def load_gan() -> Any:
-    path = ROOT / "examples" / "gan.py"
-    spec = importlib.util.spec_from_file_location("gan_for_compiled_tests", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@DONATE
-def test_two_players_agree(donate: bool) -> None:
-    gan = load_gan()
-    torch.manual_seed(0)
-    optimizer = optim.adam(1e-3, betas=(0.5, 0.9), groups={"D.*": {"lr": 2e-3}})
-    state = State.create(gan.Players(), loss=losses.mse, optimizer=optimizer, duration="20ba")
-    step = compose(gan.gan_events)
-    points = [gan.ring(pc.random.key(i), 16) for i in range(20)]
-    assert_runs_agree(step, compiled(step, donate=donate), state, points)
 
 
 @DONATE
