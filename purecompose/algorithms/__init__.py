@@ -8,16 +8,19 @@ from collections.abc import Callable
 from purecompose.algorithms._alibi import alibi as alibi
 from purecompose.algorithms._augmix import augmix as augmix
 from purecompose.algorithms._batch_size_warmup import batch_size_warmup as batch_size_warmup
-from purecompose.algorithms._blurpool import blurpool as blurpool
 from purecompose.algorithms._channels_last import channels_last as channels_last
 from purecompose.algorithms._colout import colout as colout
+from purecompose.algorithms._convolutions import (
+    blurpool as blurpool,
+    squeeze_excite as squeeze_excite,
+    weight_standardization as weight_standardization,
+)
 from purecompose.algorithms._cutmix import cutmix as cutmix
 from purecompose.algorithms._cutout import cutout as cutout
 from purecompose.algorithms._decoupled_weight_decay import decoupled_weight_decay as decoupled_weight_decay
 from purecompose.algorithms._ema import ema as ema
 from purecompose.algorithms._factorize import factorize as factorize
 from purecompose.algorithms._gated_linear_units import gated_linear_units as gated_linear_units
-from purecompose.algorithms._ghost_batchnorm import ghost_batchnorm as ghost_batchnorm
 from purecompose.algorithms._gradient_accumulation import gradient_accumulation as gradient_accumulation
 from purecompose.algorithms._gradient_clipping import gradient_clipping as gradient_clipping
 from purecompose.algorithms._gradient_noise_scale import gradient_noise_scale as gradient_noise_scale
@@ -27,13 +30,14 @@ from purecompose.algorithms._label_smoothing import label_smoothing as label_smo
 from purecompose.algorithms._layer_freezing import layer_freezing as layer_freezing
 from purecompose.algorithms._lookahead import lookahead as lookahead
 from purecompose.algorithms._loss_scaling import loss_scaling as loss_scaling
-from purecompose.algorithms._low_precision_norms import (
+from purecompose.algorithms._mixup import mixup as mixup
+from purecompose.algorithms._no_op_model import no_op_model as no_op_model
+from purecompose.algorithms._norms import (
     fused_layernorm as fused_layernorm,
+    ghost_batchnorm as ghost_batchnorm,
     low_precision_groupnorm as low_precision_groupnorm,
     low_precision_layernorm as low_precision_layernorm,
 )
-from purecompose.algorithms._mixup import mixup as mixup
-from purecompose.algorithms._no_op_model import no_op_model as no_op_model
 from purecompose.algorithms._per_example_clipping import per_example_clipping as per_example_clipping
 from purecompose.algorithms._progressive_resizing import progressive_resizing as progressive_resizing
 from purecompose.algorithms._randaugment import randaugment as randaugment
@@ -43,11 +47,9 @@ from purecompose.algorithms._schedule_free import schedule_free as schedule_free
 from purecompose.algorithms._selective_backprop import selective_backprop as selective_backprop
 from purecompose.algorithms._seq_length_warmup import seq_length_warmup as seq_length_warmup
 from purecompose.algorithms._skip_nonfinite import skip_nonfinite as skip_nonfinite
-from purecompose.algorithms._squeeze_excite import squeeze_excite as squeeze_excite
 from purecompose.algorithms._stochastic_depth import stochastic_depth as stochastic_depth
 from purecompose.algorithms._swa import swa as swa
 from purecompose.algorithms._training_metrics import training_metrics as training_metrics
-from purecompose.algorithms._weight_standardization import weight_standardization as weight_standardization
 from purecompose.core.algorithm import Algorithm
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from purecompose import random
 from purecompose.algorithms._parts.checks import WrittenField
-from purecompose.algorithms._parts.images import SEVERITY, check_written, one_operation_each, warn_of_maps, with_images
+from purecompose.algorithms._parts.images import SEVERITY, assigned, one_operation_each, warn_of_maps, with_images
 from purecompose.algorithms.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
-from purecompose.algorithms.images.assignment import assigned, can_read
+from purecompose.algorithms.images.levels import can_read
 from purecompose.algorithms.images.primitives import AugmentationSet
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -113,7 +113,7 @@ def augmix(
     See `purecompose.algorithms.images.primitives` for the operations and their strengths. Only the augmentation of the
     paper is implemented, not its consistency loss between views.
 
-    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, the whole
+    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, the whole
     batch in one call, on the device where they are.
 
     Args:
@@ -145,18 +145,13 @@ def augmix(
     changed = partial(augmix_batch, **shape, augmentation_set=augmentation_set, value_range=value_range)
 
     def apply(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            check_written(state, input_field)
-            return state
+        del event
         warn_of_maps(name, state, input_field, augmentation_set)
         now = {"severity": state.scalar(severity), "alpha": state.scalar(alpha)}
         return with_images(state, name, input_field, partial(changed, **now))
 
     return Algorithm(
-        name,
-        NEVER if severity == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
-        apply,
-        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
+        name, NEVER if severity == 0 else on(Event.AFTER_DATALOADER), apply, traits=frozenset({Trait.AUGMENTS_EXAMPLES})
     )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, TypeAlias
 
 import torch
 
-from purecompose.algorithms._parts.shared import Elapsed, reported
+from purecompose.algorithms._parts.checks import Elapsed, reported
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule.declared import Within, checked

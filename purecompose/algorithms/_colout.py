@@ -8,8 +8,8 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Field, WrittenField, check_can_write
-from purecompose.algorithms._parts.images import TakesTargets, check_written, map_targets, with_images_and_targets
+from purecompose.algorithms._parts.checks import Field, WrittenField
+from purecompose.algorithms._parts.images import TakesTargets, map_targets, with_images_and_targets
 from purecompose.algorithms.images.levels import check_image_tensor, whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -81,7 +81,7 @@ def colout(
     are kept in their order, drawn uniformly without replacement; W' out of W columns are kept in the same way, with
     `p_col`. A target of the images' size, such as a segmentation mask, loses the same rows and columns.
 
-    Events: AFTER_DATALOADER (and INIT, to check the fields). Reads the batch's images and target; replaces the images,
+    Events: AFTER_DATALOADER. Reads the batch's images and target; replaces the images,
     and the target if it has their size. The new sizes depend only on the settings, so a step compiles once. The network
     must accept images of the smaller size in training and of the full size in evaluation.
 
@@ -98,9 +98,8 @@ def colout(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. At INIT: a read-only
-            field of the state. In the step: inputs that are not images, or with `resize_target=True` a target of
-            another size.
+        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. In the step: inputs
+            that are not images, or with `resize_target=True` a target of another size.
 
     Example:
         >>> colout(0.15, 0.15)
@@ -108,19 +107,15 @@ def colout(
         >>> colout(0, 0).match
         never
     """
-    if resize_target is True and target_field is not None:
-        check_can_write(target_field, "colout: target_field")
     shrunk = partial(_shrunk, p_row=p_row, p_col=p_col, resize_target=resize_target)
 
     def apply(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            check_written(state, input_field, target_field, resize_target)
-            return state
+        del event
         return with_images_and_targets(state, name, (input_field, target_field), shrunk, resize_target)
 
     return Algorithm(
         name,
-        NEVER if p_row == 0 and p_col == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        NEVER if p_row == 0 and p_col == 0 else on(Event.AFTER_DATALOADER),
         apply,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )

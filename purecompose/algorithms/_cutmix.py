@@ -10,9 +10,9 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._support.checks import check_whole, shown
 from purecompose._support.device import sent
+from purecompose.algorithms._mixup import check_mixable, draw_share, mixture_for, with_examples
 from purecompose.algorithms._parts.checks import WrittenField, chosen_fields, needed_rng
 from purecompose.algorithms._parts.images import are_maps, check_images
-from purecompose.algorithms._parts.mixing import check_mixable, draw_share, mixture_for, with_examples
 from purecompose.algorithms.images.levels import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -179,8 +179,8 @@ def cutmix(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: a
-            field of the state is read-only, the model computes the loss itself, or `interpolate_loss` is set and the
+        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
+            model computes the loss itself, or `interpolate_loss` is set and the
             loss has no reduction. In the step: the inputs are not images, or `interpolate_loss` is set and the targets
             are maps.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose import random
 from purecompose.algorithms._parts.checks import WrittenField
-from purecompose.algorithms._parts.images import check_written, with_images
+from purecompose.algorithms._parts.images import with_images
 from purecompose.algorithms.images.levels import check_image_tensor, whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -91,7 +91,7 @@ def cutout(
     image, so holes are cut off at its borders, and pixels there are covered less often. With `uniform_sampling` they
     are drawn from all positions where the hole touches the image, and every pixel is covered equally often.
 
-    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, the whole
+    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, the whole
     batch in one call.
 
     Args:
@@ -121,14 +121,12 @@ def cutout(
     covered = partial(cutout_batch, **settings, uniform_sampling=uniform_sampling, per_example=per_example)
 
     def apply(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            check_written(state, input_field)
-            return state
+        del event
         return with_images(state, name, input_field, covered)
 
     return Algorithm(
         name,
-        NEVER if num_holes == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        NEVER if num_holes == 0 else on(Event.AFTER_DATALOADER),
         apply,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.device import as_scalar
-from purecompose.algorithms._parts.averages import Period, Point, between, checked_period
-from purecompose.algorithms._parts.checks import Patterns, Where
+from purecompose.algorithms._parts.checks import Patterns, Period, Point, Where, checked_period
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
@@ -170,6 +169,22 @@ class _Halving:
                 "this run: give State.create batches_per_epoch (and a duration, for shares of it), or give batches"
             )
         return 2 ** (-every / half_life)
+
+
+def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
+    """Return `low + share * (high - low)` element by element, in the dtypes of `low`; exact for shares of 0 and 1.
+
+    The share, a number or a 0-d tensor, is rounded to each dtype as late as possible: pass a small share in float64.
+
+    Raises:
+        KeyError: `high` lacks a name.
+    """
+    kinds = dict.fromkeys((value.dtype, value.device) for value in low.values())
+    shares = {kind: as_scalar(share, *kind) for kind in kinds}
+    return {
+        name: torch.lerp(value, high[name].to(value.dtype), shares[value.dtype, value.device])
+        for name, value in low.items()
+    }
 
 
 def _with_infinities(averages: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

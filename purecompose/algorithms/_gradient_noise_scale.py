@@ -7,7 +7,7 @@ from torch import Tensor
 
 from purecompose._support.device import as_scalar
 from purecompose.algorithms._gradient_norm import norm_of
-from purecompose.algorithms._parts.shared import gradient_of_part
+from purecompose.algorithms._per_example_clipping import gradient_of_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State

@@ -70,7 +70,8 @@ class GyroDropout(nn.Module):
         place = _Place.read(self.get_buffer(_BUFFER))
         rng = random.Rng(place.key, draw=self.draw)
         groups = _groups(place, input.shape[0], self.tau)
-        mask = chosen_masks(rng, tuple(input.shape), self.p, self.sigma, self.tau, place.period, groups)
+        settings = {"p": self.p, "sigma": self.sigma, "tau": self.tau}
+        mask = gyro_dropout_mask(rng, tuple(input.shape), **settings, period=place.period, groups=groups)
         return input * mask.to(input.device) / (1 - self.p)
 
     def extra_repr(self) -> str:
@@ -266,13 +267,6 @@ def gyro_dropout_mask(
     rng = as_rng(key, where)
     if groups is None:
         groups = torch.arange(shape[0], device=rng.key.device) * tau // max(shape[0], 1)  # consecutive rows
-    return chosen_masks(rng, shape, p, sigma, tau, period, groups)
-
-
-def chosen_masks(
-    rng: random.Rng, shape: tuple[int, ...], p: float, sigma: int, tau: int, period: int | Tensor, groups: Tensor
-) -> Tensor:
-    """Do what `gyro_dropout_mask` does, for checked settings and given groups."""
     root = rng.per_example(None)
     choosing = replace(root, key=random.fold_in(root.key, period)).named("choice")
     chosen = random.choice(choosing, sigma, tau)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import batch as batches
-from purecompose.algorithms._parts.checks import WrittenField, check_can_write, check_reads_targets, chosen_fields
+from purecompose.algorithms._parts.checks import WrittenField, check_reads_targets, chosen_fields
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.losses.functions import MeanSquaredError
@@ -92,8 +92,7 @@ def label_smoothing(
 
     Raises:
         TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
-            model computes the loss itself, the loss is one of regression, or the state's target field is read-only. In
-            the step: see `smooth_labels`.
+            model computes the loss itself, or the loss is one of regression. In the step: see `smooth_labels`.
 
     Example:
         >>> label_smoothing(0.1)
@@ -111,7 +110,6 @@ def label_smoothing(
         if event is Event.INIT:
             check_reads_targets(name, state.context.loss)
             _check_has_classes(name, state.context.loss)
-            check_can_write(field, "target_field")
             return state
         if event is Event.AFTER_LOSS:
             slots = {slot: value for slot, value in state.slots.items() if slot != name}

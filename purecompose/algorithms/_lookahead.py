@@ -5,7 +5,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from purecompose.algorithms._parts.averages import between
+from purecompose.algorithms._ema import between
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule import Scalar

@@ -5,12 +5,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random, tree
-from purecompose.algorithms._parts.checks import WrittenField, chosen_fields, needed_rng
-from purecompose.algorithms._parts.mixing import check_mixable, draw_share, mixture_for, with_examples
+from purecompose import batch as batches, losses, random, tree
+from purecompose.algorithms._parts.checks import WrittenField, check_reads_targets, chosen_fields, needed_rng
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture, per_row
+from purecompose.losses.terms import for_mixtures
+from purecompose.random.distributions import beta_number
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
@@ -116,8 +117,8 @@ def mixup(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: a
-            field of the state is read-only, the model computes the loss itself, or `interpolate_loss` is set and the
+        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
+            model computes the loss itself, or `interpolate_loss` is set and the
             loss has no reduction. In the step: the inputs are not one tensor, or have dtype int32 or int64 like
             token ids, because a mixture of two ids is not an id.
 
@@ -193,3 +194,72 @@ def _check_no_ids(name: str, inputs: Any) -> None:
             "embeddings inside the model with mixup_batch. If they are numbers and not ids, convert them to floats, "
             "inputs.float()"
         )
+
+
+# Shared with CutMix
+
+
+def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float | Tensor:
+    """Return a draw from Beta(alpha, alpha), or 0 for an alpha of 0.
+
+    Args:
+        rng: The source of the draw, which is for the whole batch or, with `num`, for each example.
+        alpha: The parameter, at least 0; the value of a (0-d) tensor is not checked.
+        num: The number of examples with separate draws; `None` for one draw.
+
+    Returns:
+        The draw, 0-d or (num,), float32; a number where the host can read it at once, and 0.0 if alpha is the number 0.
+    """
+    if not isinstance(alpha, Tensor):
+        if alpha == 0:
+            return 0.0
+        if num is None:
+            return beta_number(rng, alpha, alpha)
+    shape: tuple[int, ...] = () if num is None else (num,)
+    share = random.beta(for_examples(rng, num), alpha, alpha, shape)
+    # The draw is NaN for an alpha of 0, which a member of a population may have.
+    return torch.where(alpha > 0, share, 0) if isinstance(alpha, Tensor) else share
+
+
+def for_examples(rng: random.Rng, num: int | None) -> random.Rng:
+    """Return the source of draws for each of `num` examples; with `None`, for the whole batch."""
+    return rng if num is None else rng.per_example(torch.arange(num, device=rng.key.device))
+
+
+def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixture:
+    """Return the targets of these inputs as a mixture."""
+    mixture = Mixture.of(targets)
+    num, num_targets = inputs.shape[0], mixture.weights[0].shape[0]
+    if num_targets != num:
+        raise ValueError(
+            f"{where}: expected inputs and targets of the same length, one target per example in the first dim, got "
+            f"inputs of {num} examples and targets of {num_targets}"
+        )
+    return mixture
+
+
+def check_mixable(
+    name: str, state: State, input_field: batches.Field | None, target_field: batches.Field | None, *, by_loss: bool
+) -> None:
+    """Raise at INIT if a state's examples cannot be mixed, with `by_loss` also the losses of their targets.
+
+    Raises:
+        TypeError: The loss does not read the targets, or has no losses per example.
+        ValueError: The input is its own target, so that there are no two losses.
+    """
+    check_reads_targets(name, state.context.loss)
+    losses.check_loss(for_mixtures(state.context.loss), per_example=by_loss)
+    if target_field == input_field and by_loss:
+        raise ValueError(
+            f"{name}: interpolate_loss=True: expected a target besides the input, got the field {input_field!r} for "
+            "both: the mixed input is its own target, so there are no two losses to mix; leave interpolate_loss out"
+        )
+
+
+def with_examples(
+    state: State, input_field: batches.Field | None, target_field: batches.Field | None, examples: tuple[Tensor, Any]
+) -> State:
+    """Return the state with new inputs and targets in its batch."""
+    batch = batches.put(state.batch, input_field, examples[0])
+    # The input of an autoencoder is its target, too: the mixed input.
+    return state.replace(batch=batch if target_field == input_field else batches.put(batch, target_field, examples[1]))

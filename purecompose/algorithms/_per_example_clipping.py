@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from purecompose import batch as batches, random, tree
 from purecompose._support.shards import divided, place_of, whole
-from purecompose.algorithms._parts.shared import gradient_of_part, share_of_batch, sum_over_shares
 from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within, checked
@@ -23,6 +23,7 @@ from purecompose.transforms.members import explained
 
 
 Grads = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @checked
@@ -212,6 +213,61 @@ def _clipped_sums(grads: Grads, max_norm: float | Tensor) -> tuple[dict[str, Ten
     is_long = norms > max_norm
     share = torch.where(is_long, max_norm / torch.where(is_long, norms, 1.0), 1.0)
     return {name: torch.tensordot(share.to(grad.dtype), grad, dims=1) for name, grad in grads.items()}, norms
+
+
+def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> dict[str, Tensor]:
+    """Return `state.gradient(state.params)` for some of the batch's examples.
+
+    Parameters that have a gradient for the batch but not for these examples get zeros.
+
+    The loss is that of the step, including algorithms that act before it; examples have the same draws as in the batch.
+    Buffers, slots and metrics are not changed. If several processes share the batch, each computes its own part.
+
+    Args:
+        state: A state at an event after the gradient.
+        part: Consecutive examples, in the form of the batch.
+        first_example: The index in the batch of the first example; an int, or a 0-d int64 tensor.
+    """
+    # `regrad` is a tree node whose only child is the state from which the gradient is computed again.
+    again = tree.map(
+        lambda start: start.replace(batch=part, first_example=first_example),
+        state.regrad,
+        is_leaf=lambda node: isinstance(node, State),
+    )
+    grads, _ = state.replace(regrad=again).gradient(state.params, "none")
+    missing = [name for name in state.grads or () if name not in grads]
+    return {**grads, **{name: torch.zeros_like(state.params[name]) for name in missing}}
+
+
+def share_of_batch(state: State) -> range:
+    """Return the positions in the batch of this process's examples: all of them, unless several processes share it.
+
+    The range may be empty.
+    """
+    ranks = _ranks(state)
+    if ranks is None:
+        return range(state.num_examples)
+    share = ranks.share(state.batch, state.context.layout)
+    return range(share.first_example, share.first_example + share.num_examples)
+
+
+def sum_over_shares(state: State, share: range, own: T) -> T:
+    """Return the sums over processes of a value, the same on all processes; with one process, the value itself.
+
+    Args:
+        state: A state at an event after the gradient.
+        share: The result of `share_of_batch`. The value of a process with an empty share is ignored.
+        own: The value of this process: a pytree of tensors, with the same structure and shapes on all processes.
+    """
+    ranks = _ranks(state)
+    if ranks is None:
+        return own
+    leaves, spec = tree.flatten(own)
+    return tree.unflatten(spec, ranks.reduced(leaves if share else [torch.zeros_like(leaf) for leaf in leaves], "sum"))
+
+
+def _ranks(state: State) -> Ranks | None:
+    return None if state.regrad is None else state.regrad.ranks
 
 
 def _noisy(grad: Tensor, rng: random.Rng, deviation: float | Tensor) -> Tensor:

@@ -9,15 +9,8 @@ from torch import Tensor
 
 from purecompose import random
 from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Field, WrittenField, check_can_write, needed_rng
-from purecompose.algorithms._parts.images import (
-    TakesTargets,
-    check_images,
-    check_written,
-    map_targets,
-    with_images_and_targets,
-)
-from purecompose.algorithms._parts.shared import Elapsed, reported
+from purecompose.algorithms._parts.checks import Elapsed, Field, WrittenField, needed_rng, reported
+from purecompose.algorithms._parts.images import TakesTargets, check_images, map_targets, with_images_and_targets
 from purecompose.algorithms.images.levels import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -150,9 +143,9 @@ def progressive_resizing(
     scale. Each side becomes the multiple of `size_increment` that is nearest to s times the side, so that few sizes
     occur.
 
-    Events: AFTER_DATALOADER, before the last part f of the run (and INIT, to check the fields). Reads and replaces:
-    the batch's images, and with `resize_targets` its targets. Reports in `metrics`, as numbers: `f"{name}/height"` and
-    `f"{name}/width"`, the new size in pixels, and `f"{name}/scale_factor"`, s before rounding to a size. In the last
+    Events: AFTER_DATALOADER, before the last part f of the run. Reads and replaces: the batch's images, and with
+    `resize_targets` its targets. Reports in `metrics`, as numbers: `f"{name}/height"` and `f"{name}/width"`, the new
+    size in pixels, and `f"{name}/scale_factor"`, s before rounding to a size. In the last
     part of the run the method does not act and reports nothing.
 
     This is a host algorithm: sizes depend on time, and a compiled step is compiled separately for each size. If the
@@ -184,7 +177,7 @@ def progressive_resizing(
 
     Example:
         >>> progressive_resizing("crop", size_increment=8).predicate
-        (on(INIT) | on(AFTER_DATALOADER) & before('0.8dur'))
+        on(AFTER_DATALOADER) & before('0.8dur')
         >>> progressive_resizing(initial_scale=1).match
         never
 
@@ -193,8 +186,6 @@ def progressive_resizing(
         https://www.fast.ai/posts/2018-08-10-fastai-diu-imagenet.html
     """
     _check_shares("progressive_resizing", finetune_fraction, delay_fraction)
-    if resize_targets is True and target_field is not None:
-        check_can_write(target_field, "progressive_resizing: target_field")
     scale_at = partial(
         progressive_scale,
         initial_scale=initial_scale,
@@ -204,9 +195,7 @@ def progressive_resizing(
     resize = partial(resize_batch, mode=mode, size_increment=size_increment, resize_targets=resize_targets)
 
     def apply(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            check_written(state, input_field, target_field, resize_targets)
-            return state
+        del event
         elapsed = state.timestamp.elapsed()
         assert elapsed is not None, "the predicate requires a duration"
         scale, facts = max(scale_at(elapsed), _LEAST_SCALE), dict[str, float]()
@@ -220,10 +209,9 @@ def progressive_resizing(
         return reported(state, name, facts)
 
     is_neutral = initial_scale == 1 or finetune_fraction == 1
-    growing = on(Event.AFTER_DATALOADER) & before(1 - finetune_fraction)
     return Algorithm(
         name,
-        NEVER if is_neutral else on(Event.INIT) | growing,
+        NEVER if is_neutral else on(Event.AFTER_DATALOADER) & before(1 - finetune_fraction),
         apply,
         host=True,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from purecompose import random
 from purecompose.algorithms._parts.checks import WrittenField
-from purecompose.algorithms._parts.images import SEVERITY, check_written, one_operation_each, warn_of_maps, with_images
+from purecompose.algorithms._parts.images import SEVERITY, one_operation_each, warn_of_maps, with_images
 from purecompose.algorithms.images import Scale, ValueRange, check_value_range, chosen_primitives, on_levels
 from purecompose.algorithms.images.primitives import AugmentationSet
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -81,7 +81,7 @@ def randaugment(
     One operation, drawn uniformly from the set, is applied to each image, `depth` times in a row. Its strength is a
     uniform draw up to `severity`; see `purecompose.algorithms.images.primitives` for the operations and strengths.
 
-    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, the whole
+    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, the whole
     batch in one call, on the device where they are.
 
     Args:
@@ -110,15 +110,13 @@ def randaugment(
     changed = partial(randaugment_batch, depth=depth, augmentation_set=augmentation_set, value_range=value_range)
 
     def apply(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            check_written(state, input_field)
-            return state
+        del event
         warn_of_maps(name, state, input_field, augmentation_set)
         return with_images(state, name, input_field, partial(changed, severity=state.scalar(severity)))
 
     return Algorithm(
         name,
-        NEVER if depth == 0 or severity == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        NEVER if depth == 0 or severity == 0 else on(Event.AFTER_DATALOADER),
         apply,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
     )

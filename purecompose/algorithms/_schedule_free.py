@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose._support.device import as_scalar
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.averages import between
+from purecompose.algorithms._ema import between
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.wrapping import Guarded, all_finite, chosen, leaves, settings_of

@@ -1,6 +1,6 @@
 """Selective backprop: trains on a part of each batch that contains more hard examples than easy ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
@@ -8,16 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose import batch as batches, losses, random
+from purecompose import batch as batches, losses, random, tree
 from purecompose.algorithms._parts.checks import Field, chosen_fields
-from purecompose.algorithms._parts.model_losses import check_labelled, check_outputs, model_losses
 from purecompose.algorithms.images.levels import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.random.keys import as_rng
 from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, Predicate, between, every, on
+from purecompose.time.predicates import NEVER, between, every, on
 
 
 _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
@@ -113,28 +112,6 @@ def select_using_loss(
     return batches.take(inputs, chosen, num), batches.take(targets, chosen, num)
 
 
-@checked
-def should_selective_backprop(
-    current_duration: float, batch_in_epoch: int, *, start: Share = 0.5, end: Share = 0.9, full_every: FullEvery = 2
-) -> bool:
-    """Return whether selective backprop is active in a batch.
-
-    Args:
-        current_duration: The fraction of the run that is over.
-        batch_in_epoch: The number of batches that are over in this epoch.
-        start: See `selective_backprop`.
-        end: See `selective_backprop`; exclusive.
-        full_every: See `selective_backprop`; 0 for no exception.
-
-    Example:
-        >>> [should_selective_backprop(0.6, batch, full_every=3) for batch in range(4)]
-        [True, True, False, True]
-    """
-    _check_window("should_selective_backprop", start, end)
-    is_interrupted = full_every > 0 and (batch_in_epoch + 1) % full_every == 0
-    return start <= current_duration < end and not is_interrupted
-
-
 @factory
 def selective_backprop(
     start: Share = 0.5,
@@ -206,20 +183,25 @@ def selective_backprop(
         Joshi, Michael Kaminsky, Michael Kozuch, Zachary C. Lipton, Padmanabhan Pillai: Accelerating Deep Learning
         by Focusing on the Biggest Losers. 2019. https://arxiv.org/abs/1910.00762
     """
-    _check_window("selective_backprop", start, end)
+    if start >= end:
+        raise ValueError(f"selective_backprop: expected start < end, got {start=}, {end=}; {_WINDOW_HINT}")
     fields = input_field, target_field
+    active = on(Event.AFTER_DATALOADER) & between(start, end)
+    if full_every:
+        active = active & ~every(full_every, in_epoch=True)
 
     def apply(event: Event, state: State) -> State:
         own_loss = _own_loss(state)
         if event is Event.INIT:
             check_labelled(name, own_loss) if own_loss else losses.check_loss(state.context.loss, per_example=True)
             return state
+        # In every batch, since the selection may begin late in a run: in the first one only would be one more schedule.
         if event is Event.AFTER_FORWARD:
             if own_loss:
                 check_outputs(name, own_loss, state.outputs, state.batch)
             return state
-        inputs, targets = _members(state, *fields)
         if event is Event.BATCH_START:
+            inputs, _ = _members(state, *fields)
             if scale_factor != 1:
                 _check_images(inputs, scale_factor)
             return state
@@ -229,7 +211,7 @@ def selective_backprop(
 
     return Algorithm(
         name,
-        NEVER if keep == 1 or full_every == 1 else _match(start, end, full_every),
+        NEVER if keep == 1 or full_every == 1 else on(Event.INIT, Event.BATCH_START, Event.AFTER_FORWARD) | active,
         apply,
         traits=frozenset({Trait.SELECTS_EXAMPLES}),
         runs_after=(Trait.LIMITS_BATCHES,),
@@ -269,14 +251,6 @@ def _losses_in_state(
     return _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
 
 
-def _match(start: float, end: float, full_every: int) -> Predicate:
-    active = on(Event.AFTER_DATALOADER) & between(start, end)
-    if full_every:
-        active = active & ~every(full_every, in_epoch=True)
-    # Check in every batch: checking only in the first one would add a schedule to compile.
-    return on(Event.INIT, Event.BATCH_START, Event.AFTER_FORWARD) | active
-
-
 def _ranking_losses(
     forward_fn: Callable[[Any], Any],
     example_losses: Callable[[Any, Any], Tensor],
@@ -311,6 +285,74 @@ def _check_images(inputs: Any, scale_factor: float) -> None:
         )
 
 
-def _check_window(where: str, start: float, end: float) -> None:
-    if start >= end:
-        raise ValueError(f"{where}: expected start < end, got {start=}, {end=}; {_WINDOW_HINT}")
+# Losses per example of a model that computes its own loss, such as a language model with labels in its inputs
+
+
+def check_labelled(name: str, loss_fn: losses.ModelLoss) -> None:
+    """Raise a `TypeError` if the labels of the model's loss are not named."""
+    if loss_fn.labels is None:
+        raise TypeError(
+            f"{name}: expected a loss that gives losses per example, got {loss_fn!r}, one number for a whole batch; "
+            "name the labels, as in losses.ModelLoss(labels='labels', shift=1) for a causal language model (shift=0 "
+            "if logits and labels are aligned), to compute them from the outputs' logits; or use a loss of outputs "
+            "and targets, such as losses.cross_entropy"
+        )
+
+
+def check_outputs(name: str, loss_fn: losses.ModelLoss, outputs: Any, batch: Any) -> None:
+    """Raise a `ValueError` unless outputs have losses per example, or logits (N, ..., C) that fit labels (N, ...).
+
+    Only shapes are checked.
+    """
+    own = _member(outputs, loss_fn.key)
+    if isinstance(own, Tensor) and own.ndim:
+        return
+    labels, logits = loss_fn.labels_of(batch), _member(outputs, "logits")
+    assert labels is not None, "see check_labelled"
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
+        came = f"{tree.describe(logits)} there" if isinstance(logits, Tensor) else "none"
+        raise ValueError(
+            f"{name}: the model's own loss is one number, so losses per example are computed from logits: "
+            f"expected a tensor (N, ..., C) called 'logits' for labels {tree.describe(labels)}, got "
+            f"{type(outputs).__name__} with {came}; let forward return them, or a loss for each example, or use a loss "
+            "of outputs and targets"
+        )
+
+
+def model_losses(name: str, loss_fn: losses.ModelLoss, outputs: Any, batch: Any) -> Tensor:
+    """Return a loss for each example, (N,): the mean over its labels that are not ignored.
+
+    These are the losses that the model returns, if it returns more than one number; otherwise the cross entropy of its
+    logits and the labels without the first `loss_fn.shift` ones. An example without counted labels has loss 0.
+    """
+    check_outputs(name, loss_fn, outputs, batch)
+    all_labels, own = loss_fn.labels_of(batch), _member(outputs, loss_fn.key)
+    assert all_labels is not None, "see check_labelled"
+    is_whole = not isinstance(own, Tensor) or own.ndim == 0
+    if not is_whole and own.ndim == 1:
+        return own
+    labels = all_labels[..., loss_fn.shift :] if loss_fn.shift else all_labels
+    counted = labels != loss_fn.ignore_index
+    if not is_whole:
+        if own.shape == all_labels.shape != labels.shape:
+            own = own[..., : labels.shape[-1]]  # one loss for each input; the last inputs have no label
+        if own.shape != labels.shape:
+            return own.flatten(1).mean(1)
+        return _row_means(own, counted)
+    logits = _member(outputs, "logits").float()
+    if loss_fn.shift:
+        logits = logits[..., : -loss_fn.shift, :]
+    flat = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten().long(), ignore_index=loss_fn.ignore_index, reduction="none"
+    )
+    return _row_means(flat.reshape(labels.shape), counted)
+
+
+def _row_means(token_losses: Tensor, counted: Tensor) -> Tensor:
+    num = len(token_losses)
+    # where(), not a product with 0: losses that are not counted may be infinite.
+    return torch.where(counted, token_losses, 0).reshape(num, -1).sum(1) / counted.reshape(num, -1).sum(1).clamp(min=1)
+
+
+def _member(outputs: Any, key: str) -> Any:
+    return outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)

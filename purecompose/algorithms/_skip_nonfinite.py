@@ -1,4 +1,4 @@
-"""Skipping: a step whose loss or gradients are not finite changes only the time."""
+"""Skipping: a step whose loss or gradients are not finite does not change the weights."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.averages import Period, Point, between
+from purecompose.algorithms._ema import between
+from purecompose.algorithms._parts.checks import Period, Point
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.wrapping import all_finite, map_leaves, settings_of, with_setting

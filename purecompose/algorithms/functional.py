@@ -1,6 +1,6 @@
 """The methods' cores as plain functions, for use in any training loop.
 
-They take tensors and settings and return new tensors, or a number or a bool where listed below. Arguments are never
+They take tensors and settings and return new tensors, or a number. Arguments are never
 modified. Functions that draw random numbers take the key first, and the same key gives the same result: use a new key
 for every batch, `random.fold_in(key, step)`. Cores do not switch themselves off. `severity=0` or `num_holes=0` leave
 images unchanged, but `mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense
@@ -11,8 +11,8 @@ methods on the model do at INIT, for a plain `nn.Module`: it returns a changed c
 mode (train or eval); create the optimizer from the copy. Several gradients or weights are given as a mapping from
 parameter names.
 
-The algorithms call these functions, with the key `state.rng(name)` where they draw. `select_using_loss` and
-`should_selective_backprop` do in your own loop what selective backprop's `apply` and `match` do inside a step.
+The algorithms call these functions, with the key `state.rng(name)` where they draw; `select_using_loss` does what
+selective backprop does in a step.
 """
 
 from purecompose.algorithms._augmix import augmix_batch as augmix_batch
@@ -58,7 +58,6 @@ from purecompose.algorithms._schedule_free import schedule_free_step as schedule
 from purecompose.algorithms._selective_backprop import (
     choose_by_loss as choose_by_loss,
     select_using_loss as select_using_loss,
-    should_selective_backprop as should_selective_backprop,
 )
 from purecompose.algorithms._seq_length_warmup import (
     set_batch_sequence_length as set_batch_sequence_length,

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -246,17 +244,6 @@ def test_a_step_refuses_what_looks_like_token_ids(dtype):
     step = compose(loop_events, [mixup(name="mine")])
     with pytest.raises(TypeError, match=r"mine: the inputs are int(32|64)\[2, 3\], as token ids.*embeddings inside"):
         step(step.init(make_state(net)), (ids, torch.tensor([0, 1])))
-
-
-def read_first(batch):
-    return batch[0]
-
-
-@pytest.mark.parametrize("role", ["input_field", "target_field"])
-def test_read_only_keys_of_the_state_are_refused_at_init(role):
-    keys: dict[str, Any] = {role: read_first}
-    with pytest.raises(TypeError, match=f"{role}=.*is read-only"):
-        compose(loop_events, [mixup()]).init(make_state(**keys))
 
 
 def test_complex_inputs_keep_both_parts():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events
-from purecompose.algorithms.functional import apply_squeeze_excite, apply_stochastic_depth
+from purecompose.algorithms.functional import apply_surgery
 from purecompose.nn import models
 from tests.helpers import assert_same, make_batches, make_state
 from tests.sampling import one_in
@@ -126,8 +126,8 @@ def test_a_method_that_finds_only_frozen_parts_says_so() -> None:
 
 
 def test_blocks_of_a_frozen_part_have_no_rates() -> None:
-    net = apply_stochastic_depth(Distillation(residual), drop_rate=0.6)
-    alone = apply_stochastic_depth(residual(), drop_rate=0.6)
+    net = apply_surgery(Distillation(residual), alg.stochastic_depth(drop_rate=0.6))
+    alone = apply_surgery(residual(), alg.stochastic_depth(drop_rate=0.6))
     rates = {name: buffer.item() for name, buffer in net.named_buffers() if name.endswith("drop_rate")}
     assert rates == {
         f"student.{name}": buffer.item() for name, buffer in alone.named_buffers() if name.endswith("drop_rate")
@@ -136,7 +136,7 @@ def test_blocks_of_a_frozen_part_have_no_rates() -> None:
 
 def test_a_network_without_trainable_parameters_is_changed_as_a_whole() -> None:
     net = convolutional().requires_grad_(False)
-    assert "SqueezeExcite" in str(apply_squeeze_excite(0, net, 0.5, 1))
+    assert "SqueezeExcite" in str(apply_surgery(net, alg.squeeze_excite(0.5, 1)))
     state = make_state(net)
     assert part(begun(state, alg.weight_standardization()), "") != part(state, "")
 

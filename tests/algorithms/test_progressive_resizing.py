@@ -127,14 +127,6 @@ def test_a_model_that_computes_its_own_loss_needs_no_target(method, named):
 # Settings
 
 
-def test_a_read_only_target_key_works_for_images_without_masks():
-    assert progressive_resizing(target_field=len).config["target_field"] is len
-    with pytest.raises(TypeError, match="target_field=.*is read-only"):
-        progressive_resizing(resize_targets=True, target_field=len)
-    with pytest.raises(TypeError, match="target_field=.*is read-only"):
-        compose(loop_events, [progressive_resizing(resize_targets=True)]).init(make_state(target_field=len))
-
-
 def test_a_scale_of_zero_starts_with_the_smallest_size():
     sizes = []
     spy = Algorithm("spy", on(Event.BEFORE_FORWARD), lambda event, state: sizes.append(state.inputs.shape[2:]) or state)

@@ -11,7 +11,7 @@ from torch import nn
 
 from purecompose import Algorithm, State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import colout, cutmix, images, randaugment
-from purecompose.algorithms._randaugment import one_operation_each
+from purecompose.algorithms._parts.images import one_operation_each
 from purecompose.algorithms.functional import randaugment_batch
 from purecompose.algorithms.images import PRIMITIVES, SETS, Primitive, Strength
 from tests.algorithms.images.applying import applied

@@ -11,8 +11,13 @@ from torch import nn
 
 from purecompose import algorithms as alg, optim, random
 from purecompose.algorithms import FACTORIES, functional, images
-from purecompose.algorithms._parts.averages import checked_period
-from purecompose.algorithms._parts.checks import checked_field, checked_patterns, checked_where, checked_written_field
+from purecompose.algorithms._parts.checks import (
+    checked_field,
+    checked_patterns,
+    checked_period,
+    checked_where,
+    checked_written_field,
+)
 from purecompose.algorithms.images import check_value_range
 from purecompose.algorithms.images.primitives import check_augmentation_set
 from purecompose.nn import layers
@@ -131,7 +136,6 @@ LAYERS: Any = layers
         # Settings that do not go together, or have their own check.
         (lambda: alg.augmix(depth=0), ValueError, "depth: expected at least 1 operation in a chain"),
         (lambda: alg.blurpool(False, False), ValueError, "expected replace_convs or replace_maxpools, got neither"),
-        (lambda: alg.colout(resize_target=True, target_field=getter), TypeError, "target_field=.* is read-only"),
         (lambda: ANY.ema("1ba", smoothing=0.9), ValueError, "a half_life or a smoothing, got half_life='1ba' and"),
         (lambda: ANY.ema("0ba"), ValueError, "half_life=.*: expected a positive time"),
         (lambda: ANY.ema("10tok"), ValueError, "half_life='10tok': expected batches .ba., epochs"),

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 
 from purecompose import losses, random
-from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss, should_selective_backprop
+from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss
 
 
 def identity_losses(outputs, targets, reduction="mean"):
@@ -130,26 +130,6 @@ def test_no_gradient_flows_through_the_choice():
     assert weight.grad is None and inputs.grad is not None and inputs.grad.sum() == 3
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "full_every", "elapsed", "batch", "expected"),
-    [
-        (0.5, 0.9, 2, 0.5, 0, True),
-        (0.5, 0.9, 2, 0.5, 1, False),
-        (0.5, 0.9, 2, 0.49, 0, False),
-        (0.5, 0.9, 2, 0.9, 0, False),
-        (0.5, 0.9, 2, 0.89, 2, True),
-        (0.5, 0.9, 0, 0.6, 1, True),
-        (0.5, 0.9, 1, 0.6, 0, False),
-        (0.5, 0.9, 3, 0.6, 1, True),
-        (0.5, 0.9, 3, 0.6, 2, False),
-        (0.0, 1.0, 0, 0.0, 0, True),
-        (0.0, 1.0, 0, 1.0, 0, False),
-    ],
-)
-def test_truth_table_of_the_schedule(start, end, full_every, elapsed, batch, expected):
-    assert should_selective_backprop(elapsed, batch, start=start, end=end, full_every=full_every) is expected
-
-
 def test_bad_arguments_are_refused():
     inputs, targets = torch.zeros(10, 6), torch.arange(10) % 4
     with pytest.raises(ValueError, match=r"got shape \(3, 2\)"):
@@ -162,7 +142,5 @@ def test_bad_arguments_are_refused():
         choose_by_loss(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ValueError, match="one loss for each of 10 examples"):
         select_using_loss(random.key(0), inputs, targets, lambda x: x, lambda o, t, reduction: o.sum())
-    with pytest.raises(ValueError, match="start < end"):
-        should_selective_backprop(0.5, 0, start=0.7, end=0.6)
     with pytest.raises(ValueError, match=r"shape \(10, 6\)"):
         select_using_loss(random.key(0), inputs, targets, lambda x: x, losses.cross_entropy, scale_factor=0.5)

@@ -1,13 +1,18 @@
-"""Declared settings that several methods have, and checks at INIT: patterns of names, fields of the batch, the loss."""
+"""Parts that many methods have: declared settings, with their checks, a check of the loss, and reported numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
 from purecompose.core.state import State
 from purecompose.random.keys import as_rng
+from purecompose.schedule.declared import Within
+from purecompose.time import Time, TimeLike, TimeUnit
+from purecompose.time.timestamp import checked_interval
+from purecompose.time.units import named_point
 
 
 def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
@@ -30,17 +35,33 @@ def checked_field(field: batches.Field | None, role: str) -> batches.Field | Non
     return field
 
 
-def checked_written_field(field: batches.Field | None, role: str) -> batches.Field | None:
-    """Require a field that can be written, or `None` for the state's own field, which is checked at INIT."""
-    if checked_field(field, role) is not None:
-        check_can_write(field, role)
+def checked_written_field(field: Any, role: str) -> Any:
+    """Require a field that can be written, also in a list of fields, or `None` for the state's own field."""
+    if isinstance(checked_field(field, role), list):
+        return [checked_written_field(part, role) for part in field]
+    if callable(field):
+        raise TypeError(
+            f"{role}={field!r} is read-only, but this member of the batch is replaced: expected an index, a name, or "
+            "a pair (getter, setter), with setter(batch, value) -> new batch"
+        )
     return field
+
+
+def checked_period(period: Any, where: str) -> Time:
+    """Require a positive time in a unit that can be counted in batches."""
+    time = checked_interval(period, where, TimeUnit.BATCH)
+    if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION):
+        raise ValueError(f"{where}={str(time)!r}: expected batches (ba), epochs (ep) or a share of the run (dur)")
+    return time
 
 
 Patterns: TypeAlias = Annotated[Sequence[str], checked_patterns]
 Where: TypeAlias = Annotated[str | Sequence[str] | None, checked_where]
 Field: TypeAlias = Annotated[batches.Field | None, checked_field]
 WrittenField: TypeAlias = Annotated[batches.Field | None, checked_written_field]
+Point: TypeAlias = Annotated[TimeLike | float, named_point]
+Period: TypeAlias = Annotated[TimeLike, checked_period]
+Elapsed: TypeAlias = Annotated[float, Within(0, hint="it is the share of the run that is over")]
 
 
 def chosen_fields(
@@ -52,23 +73,6 @@ def chosen_fields(
         context.input_field if input_field is None else input_field,
         context.target_field if target_field is None else target_field,
     )
-
-
-def check_can_write(field: batches.Field | None, role: str) -> None:
-    """Raise a `TypeError` for no field, or a getter without a setter, also in a list of fields."""
-    if field is None:
-        raise TypeError(
-            f"{role}=None: expected a field, since this member of the batch is replaced; give State.create one, or "
-            "leave the method out"
-        )
-    if isinstance(field, list):
-        for part in field:
-            check_can_write(part, role)
-    elif callable(field):
-        raise TypeError(
-            f"{role}={field!r} is read-only, but this member of the batch is replaced: expected an index, a name, or "
-            "a pair (getter, setter), with setter(batch, value) -> new batch"
-        )
 
 
 def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
@@ -86,3 +90,13 @@ def needed_rng(key: Tensor | random.Rng | None, core: str, when: str) -> random.
     if key is None:
         raise TypeError(f"{core}: expected a key {when}, got None")
     return as_rng(key, core)
+
+
+def reported(state: State, name: str, numbers: Mapping[str, float]) -> State:
+    """Add host numbers to the state's metrics as `f"{name}/{key}"`, 0-d float32, on the state's device."""
+    # torch.full, because a copy from the host would wait for a GPU.
+    made = {
+        f"{name}/{key}": torch.full((), value, dtype=torch.float32, device=state.device)
+        for key, value in numbers.items()
+    }
+    return state.replace(metrics={**state.metrics, **made})

@@ -1,16 +1,17 @@
-"""Shared parts of methods on images: checks, new images and targets in a batch, one random operation for each."""
+"""Shared parts of methods on images: new images and targets in a batch, and random operations, one for each image."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import shown
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.checks import check_can_write, chosen_fields
+from purecompose.algorithms._parts.checks import chosen_fields
 from purecompose.algorithms.images import Primitive, Scale, Strength, chosen_primitives
-from purecompose.algorithms.images.assignment import treated
+from purecompose.algorithms.images.levels import can_read, is_traced
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.schedule.declared import Within
@@ -51,19 +52,6 @@ def map_targets(fn: Callable[[Tensor], Tensor], targets: Any, images: Tensor, ta
         return fn(target) if takes is True or are_maps(target, images) else target
 
     return targets.map(mapped) if isinstance(targets, Mixture) else batches.map_tensors(mapped, targets)
-
-
-def check_written(
-    state: State,
-    input_field: batches.Field | None,
-    target_field: batches.Field | None = None,
-    takes_targets: TakesTargets = False,
-) -> None:
-    """Raise a `TypeError` at INIT if images, or targets that are always changed with them, cannot be replaced."""
-    fields = chosen_fields(state, input_field, target_field)
-    check_can_write(fields[0], "input_field")
-    if takes_targets is True:
-        check_can_write(fields[1], "target_field")
 
 
 def with_images(
@@ -128,6 +116,14 @@ def warn_of_maps(
         )
 
 
+# Random assignment of k treatments to images, with equal probabilities and nearly equal frequencies: images and
+# treatments are put in random orders, and the image at position p gets the treatment at position p mod k. So for each
+# image every treatment has probability 1 / k, as in an independent draw, and in a batch of n images each treatment
+# occurs at least floor(n / k) and at most ceil(n / k) times. This bound is the reason for the scheme: with ceil(n / k)
+# positions for each treatment, all shapes are known before the draw, and images need not be treated k times to keep one
+# result.
+
+
 def one_operation_each(
     rng: random.Rng,
     stored: Tensor,
@@ -163,3 +159,81 @@ def one_operation_each(
 
     treatments = [treatment(primitive) for primitive in primitives]
     return treated(rng.named("choice"), stored, treatments, num_groups=num_groups)
+
+
+def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Return the images of each treatment, and the positions of their results.
+
+    Args:
+        rng: The source of the draws.
+        num: The number of images, at least 1.
+        num_treatments: The number of treatments k.
+        device: The device of the returned indices.
+
+    Returns:
+        For each treatment the indices of its images, int64; and for each image its position in the concatenation of
+        these lists, (num,). All lists have the same length: the last image of a list may belong to another one, and its
+        result here is not used.
+    """
+    order = random.permutation(rng.named("order"), num)
+    treatments = random.permutation(rng.named("treatments"), num_treatments)
+    capacity = -(-num // num_treatments)
+    rounds = num_treatments * torch.arange(capacity, device=order.device)
+    places = (treatments.argsort().unsqueeze(1) + rounds).clamp(max=num - 1)
+    lists = [order.index_select(0, row).to(device) for row in places.unbind()]
+    place = order.argsort()
+    owner = treatments.index_select(0, place % num_treatments)
+    return lists, (owner * capacity + place // num_treatments).to(device)
+
+
+def treated(
+    rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]], *, num_groups: int = 1
+) -> Tensor:
+    """Apply one of the treatments to each image.
+
+    Args:
+        rng: The source of the draws.
+        images: (N, ...), N at least 1.
+        treatments: Functions `(images (n, ...), their indices (n,)) -> images (n, ...)`.
+        num_groups: The number of consecutive groups of equal size, to which treatments are assigned independently.
+    """
+    num_lists, size = len(treatments) * num_groups, len(images) // num_groups
+    lists: list[Any] = [None] * num_lists
+    places = []
+    for group in range(num_groups):
+        own, found_at = assigned(rng.named(group), size, len(treatments), images.device)
+        capacity = len(own[0])
+        for treatment, chosen in enumerate(own):
+            lists[treatment * num_groups + group] = chosen + group * size
+        places.append(found_at // capacity * (capacity * num_groups) + group * capacity + found_at % capacity)
+    homes = _homes(torch.cat(places), len(lists) * len(lists[0])).split(len(lists[0]))
+    num, together = len(images), None
+    for number, treatment in enumerate(treatments):
+        own = slice(number * num_groups, (number + 1) * num_groups)
+        chosen, home = torch.cat(lists[own]), torch.cat(homes[own])
+        if can_read(home):
+            chosen = home = chosen[home < num]
+        if not len(chosen):
+            continue
+        changed = treatment(images.index_select(0, chosen), chosen)
+        if together is None:
+            # If indices cannot be read, unused results are not filtered out, but written into one extra row.
+            together = changed.new_empty((num + (not can_read(home)), *changed.shape[1:]))
+        # Write each result immediately, so that a compiled step computes it in place.
+        together = _put(together, home, changed)
+    assert together is not None
+    return together if len(together) == num else together[:num].clone()  # a copy, so that the extra row is freed
+
+
+def _put(together: Tensor, home: Tensor, changed: Tensor) -> Tensor:
+    # In place, since this tensor is not shared yet. Not when traced or mapped; Inductor makes it in place again.
+    return together.index_put((home,), changed) if is_traced(home) else together.index_put_((home,), changed)
+
+
+def _homes(places: Tensor, length: int) -> Tensor:
+    """Return, for each position in the lists, the image whose result it provides, or the number of images for none.
+
+    The result has shape (length,). Each image's result comes from one position, also if the image is in several lists.
+    """
+    num = len(places)
+    return places.new_full((length,), num).scatter(0, places, torch.arange(num, device=places.device))

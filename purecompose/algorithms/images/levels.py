@@ -12,6 +12,7 @@ from torch import Tensor
 
 from purecompose._support.checks import frozen, is_number, shown
 from purecompose._support.device import constants
+from purecompose._support.functorch import is_fake, is_transforming
 
 
 WHITE = 255.0
@@ -199,3 +200,13 @@ def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> 
         raise TypeError(f"{where}: expected uint8 or a floating dtype, got {images.dtype}; use images.to(torch.uint8)")
     if images.ndim not in (3, 4):
         raise ValueError(f"{where}: expected (N, C, H, W) or (C, H, W), got shape {tuple(images.shape)}")
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Return whether values can be read on the host without waiting for a device."""
+    return not is_traced(tensor) and tensor.device.type == "cpu" and type(tensor) is Tensor
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether code with this tensor is compiled, mapped or differentiated by torch.func."""
+    return torch.compiler.is_compiling() or is_transforming() or is_fake(tensor)

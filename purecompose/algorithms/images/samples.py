@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random, tree
-from purecompose._support.checks import shown
-from purecompose.algorithms.images.assignment import can_read
-from purecompose.algorithms.images.levels import ValueRange, check_in_range
+from purecompose._support.checks import check_keywords, shown
+from purecompose.algorithms.images.levels import ValueRange, can_read, check_in_range
 from purecompose.schedule.declared import checks_of
 
 
@@ -39,7 +38,8 @@ def sample_transform(
     """Return a method's core as a transform of a data set's samples, for use in the loader's processes.
 
     Images are PIL images or tensors (C, H, W), and stay what they are. `colout_batch` also changes targets that are
-    masks of their images.
+    masks of their images: PIL images, and tensors (C, H, W) of the images' size; tensors (H, W) only with
+    `resize_target=True`.
 
     Args:
         core: `randaugment_batch`, `augmix_batch`, `cutout_batch`, `colout_batch`, or a function of the same form.
@@ -70,10 +70,10 @@ def sample_transform(
         raise TypeError(f"sample_transform: {name} needs a whole batch; call it in the step or in your own loop")
     if "value_range" in parameters:
         settings["value_range"] = settings.get("value_range") or (0.0, 1.0)
+    check_keywords(settings, core, {})
     for key, check in checks_of(core).items():
         if key in settings:
             settings[key] = check(settings[key], f"{name}: {key}")
-    inspect.signature(core).bind_partial(None, **settings)
     takes_target = targets is not None and settings.get("resize_target") is not False
     value_range = settings.get("value_range")
     return SampleTransform(partial(core, **settings), input_field, takes_target, target_field, value_range)

@@ -5,15 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose.algorithms.images import geometry, on_levels, tones
+from purecompose.algorithms.images import on_levels, primitives
 
 
-OPERATIONS: dict[str, Any] = {
-    **{one.__name__: one for one in (tones.autocontrast, tones.equalize, tones.posterize, tones.solarize)},
-    **{one.__name__: one for one in (geometry.rotate, geometry.shear_x, geometry.shear_y)},
-    **{one.__name__: one for one in (geometry.translate_x, geometry.translate_y)},
-    **{one.__name__: one for one in (tones.saturation, tones.contrast, tones.brightness, tones.sharpness)},
-}
+NAMES = ("autocontrast", "equalize", "posterize", "solarize", "rotate", "shear_x", "shear_y", "translate_x")
+NAMES += ("translate_y", "saturation", "contrast", "brightness", "sharpness")
+OPERATIONS: dict[str, Any] = {name: getattr(primitives, name) for name in NAMES}
 
 
 def applied(name: str, images: Tensor, amount: Any = 1.0, value_range: Any = None) -> Tensor:

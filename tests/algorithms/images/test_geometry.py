@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose.algorithms.images.geometry import sampled
+from purecompose.algorithms.images.primitives import sampled
 from purecompose.random import key, uniform
 from tests.algorithms.images.applying import applied
 

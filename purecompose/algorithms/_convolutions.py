@@ -1,0 +1,195 @@
+"""Methods on convolutions: BlurPool, squeeze-and-excitation, and weight standardization."""
+
+from collections.abc import Sequence
+from typing import Annotated
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose.algorithms._parts.checks import Where
+from purecompose.algorithms._parts.surgery import surgery_method
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._forms import check_latent, is_plain
+from purecompose.nn.layers.convolutions import (
+    STANDARDIZED,
+    BlurConv2d,
+    BlurMaxPool2d,
+    SqueezeExciteConv2d,
+    standardized_conv,
+)
+from purecompose.schedule.declared import Within
+
+
+@factory
+def blurpool(
+    replace_convs: bool = True,
+    replace_maxpools: bool = True,
+    blur_first: bool = True,
+    *,
+    min_channels: Annotated[int, Within(1)] = 16,
+    where: Where = None,
+    name: str = "blurpool",
+) -> Algorithm:
+    """Smooth before the subsampling of strided convolutions and max poolings.
+
+    With the filter k = (1, 2, 1) x (1, 2, 1) / 16, applied to each channel with zeros around the image:
+
+        a convolution of stride s     conv_s(k * x)                 with blur_first
+                                      every s-th of k * conv_1(x)   otherwise, as in the paper
+        a max pooling of stride s     every s-th of k * max_1(x)
+
+    Max poolings are replaced if they are strided; convolutions if they are strided and have at least `min_channels`
+    input channels. Weights are kept.
+
+    Poolings with an overridden forward, hooks or parametrized tensors are not replaced. With `blur_first=False` the
+    same is true of convolutions; with `blur_first=True` they are wrapped as they are.
+
+    Events: INIT. Reads and replaces: the model, its parameters' names and the optimizer's state.
+
+    Args:
+        replace_convs: Replace strided convolutions.
+        replace_maxpools: Replace strided max poolings.
+        blur_first: Smooth the input of a convolution, at little cost. If False, smooth its output before subsampling,
+            as in the paper, which multiplies the cost of the convolution by the product of the strides.
+        min_channels: The least number of input channels of a convolution that is replaced; with 16, convolutions of
+            the image itself are not.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        name: Name of the algorithm.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong type or out of range, or nothing to replace.
+
+    Warns:
+        UserWarning: At INIT: the network has no layers to replace.
+
+    Example:
+        >>> blurpool()
+        blurpool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=16)
+
+    References:
+        Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
+    """
+    if not replace_convs and not replace_maxpools:
+        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        if module.in_channels < min_channels or not _is_strided(module):
+            return None
+        return BlurConv2d(module, blur_first) if blur_first or is_plain(module, nn.Conv2d) else None
+
+    def maxpool(module: nn.MaxPool2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        if module.return_indices or not _is_strided(module) or not is_plain(module, nn.MaxPool2d):
+            return None
+        return BlurMaxPool2d.of(module)
+
+    rules: dict[type[nn.Module], surgery.Rule | None] = {BlurConv2d: None, BlurMaxPool2d: None}
+    if replace_convs:
+        rules[nn.Conv2d] = conv
+    if replace_maxpools:
+        rules[nn.MaxPool2d] = maxpool
+    return surgery_method(name, rules, where)
+
+
+def _is_strided(module: nn.Conv2d | nn.MaxPool2d) -> bool:
+    stride = module.stride
+    return max(stride) > 1 if isinstance(stride, Sequence) else stride > 1
+
+
+@factory
+def squeeze_excite(
+    latent_channels: Annotated[float, check_latent] = 64,
+    min_channels: Annotated[int, Within(1)] = 128,
+    *,
+    where: Where = None,
+    name: str = "squeeze_excite",
+) -> Algorithm:
+    """Add attention over channels after wide convolutions.
+
+    With the convolution's output U (N, C, H, W) and a hidden width k:
+
+        z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a        W1: k x C, W2: C x k, no biases
+
+    This is added to convolutions with at least `min_channels` input and output channels. Their weights are kept.
+
+    Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
+
+    Args:
+        latent_channels: The hidden width: an integer of at least 1, or, if below 1, a share of the convolution's output
+            channels, rounded down. The authors recommend 64 or more.
+        min_channels: The least number of input channels and of output channels of a convolution that is replaced.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        name: Name of the algorithm and of the draws of its weights.
+
+    Warns:
+        UserWarning: At INIT: the network has no convolutions to replace.
+
+    Example:
+        >>> squeeze_excite(0.125)
+        squeeze_excite(latent_channels=0.125, min_channels=128)
+
+    References:
+        Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
+        https://arxiv.org/abs/1709.01507
+    """
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        is_wide = min(module.in_channels, module.out_channels) >= min_channels
+        return SqueezeExciteConv2d(module, latent_channels) if is_wide else None
+
+    return surgery_method(name, {nn.Conv2d: conv, SqueezeExciteConv2d: None}, where)
+
+
+@factory
+def weight_standardization(
+    n_last_layers_ignore: Annotated[int, Within(0)] = 0, *, where: Where = None, name: str = "weight_standardization"
+) -> Algorithm:
+    """Standardize the filters of convolutions.
+
+        W' = (W - mean) / sqrt(var + 1e-10),   over all dims of W but the first, with the biased variance
+
+    The convolution uses W', and W is trained: gradients flow through the standardization, and the optimizer updates the
+    raw weights. Names and values of parameters do not change.
+
+    Transposed convolutions, and convolutions that override forward or have hooks or parametrized tensors, are not
+    changed. Other subclasses keep their attributes and methods: a `MyConv` becomes a `StandardizedMyConv`, which is a
+    subclass of `MyConv`.
+
+    Events: INIT. Reads and replaces: the model only.
+
+    Args:
+        n_last_layers_ignore: The number of last convolutions, in order of definition, that are not changed, such as
+            those that compute the network's output.
+        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
+            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        name: Name of the algorithm.
+
+    Warns:
+        UserWarning: At INIT: the network has no convolutions besides the ignored ones.
+
+    Example:
+        >>> weight_standardization(1)
+        weight_standardization(n_last_layers_ignore=1)
+
+    References:
+        Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel
+        Normalization and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
+    """
+    kinds = tuple(STANDARDIZED)
+
+    # Kept for each network, since the method may act on several.
+    last: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+
+    def conv(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+        if site.root not in last:
+            # Includes convolutions that are already standardized, so that a second application ignores the same ones.
+            convs = [found for found in site.reach if isinstance(found, kinds)]
+            last[site.root] = WeakSet(convs[max(0, len(convs) - n_last_layers_ignore) :])
+        return None if module in last[site.root] else standardized_conv(module)
+
+    return surgery_method(name, {**dict.fromkeys(kinds, conv), **dict.fromkeys(STANDARDIZED.values())}, where)
