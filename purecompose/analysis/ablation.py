@@ -22,8 +22,7 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.facts import check_batches, describe_data
-from purecompose.data.loaders import StateStream, own_order
+from purecompose.data.loaders import StateStream, check_batches, describe_data, own_order
 from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.records import RunFolder
 from purecompose.records.layout import read_json, write_json, write_text

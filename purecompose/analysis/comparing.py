@@ -20,7 +20,7 @@ from purecompose.analysis.replaying import (
     point,
     states_from,
 )
-from purecompose.data.facts import differences as data_differences
+from purecompose.data.loaders import differences as data_differences
 from purecompose.records import read_run
 from purecompose.records.layout import CONFIG, flat
 from purecompose.run.saving.comparison import differences

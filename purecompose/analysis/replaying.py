@@ -19,8 +19,7 @@ from purecompose._support.messages import is_remote, warn
 from purecompose._support.shards import whole
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.facts import describe_data, differences as data_differences
-from purecompose.data.loaders import own_order
+from purecompose.data.loaders import describe_data, differences as data_differences, own_order
 from purecompose.data.position import position_holder
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records

@@ -23,8 +23,7 @@ from purecompose._support.checks import check_number, check_whole, shown
 from purecompose._support.tables import table
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
-from purecompose.data.facts import check_batches
-from purecompose.data.loaders import StateStream, draws_globally, epoch_batches, fixed_batches
+from purecompose.data.loaders import StateStream, check_batches, draws_globally, epoch_batches, fixed_batches
 from purecompose.observers import History
 from purecompose.records import RunFolder, read_run
 from purecompose.records.layout import CONFIG

@@ -1,14 +1,15 @@
 """Data sets in memory and on disk in keyed order, and image sets and texts for the examples."""
 
 from purecompose.data.arrays import Arrays as Arrays, Split as Split, arrays as arrays, split as split
-from purecompose.data.images import ImageData as ImageData, load as load
-from purecompose.data.loaders import StateStream as StateStream, epoch_batches as epoch_batches, stream as stream
-from purecompose.data.map_style import Loader as Loader, loader as loader, shared as shared
-from purecompose.data.prefetch import prefetch as prefetch
-from purecompose.data.text import (
+from purecompose.data.files import (
     CharacterVocabulary as CharacterVocabulary,
+    ImageData as ImageData,
     TextData as TextData,
+    load as load,
     load_text as load_text,
     text_windows as text_windows,
 )
+from purecompose.data.loaders import StateStream as StateStream, epoch_batches as epoch_batches, stream as stream
+from purecompose.data.map_style import Loader as Loader, loader as loader, shared as shared
+from purecompose.data.reader import prefetch as prefetch
 from purecompose.errors import SkippingWarning as SkippingWarning

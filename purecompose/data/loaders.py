@@ -8,8 +8,10 @@ trained on are dropped, with a warning. Over a stream, an epoch begins with new 
 seeded from (key, epoch), because its batches must not depend on earlier epochs.
 """
 
+import contextlib
+import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -19,16 +21,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
 
 from purecompose._support.checks import is_callable_with, shown
+from purecompose._support.fingerprint import fingerprint
+from purecompose.batch import tensors
 from purecompose.data.map_style import read_columns, reads_whole_batches
-from purecompose.data.position import PositionedBatches, has_shuffle_buffer, needs_other_loader, position_holder
+from purecompose.data.position import PositionedBatches, has_shuffle_buffer, position_holder
 from purecompose.data.reader import Reader, naming
 from purecompose.data.seeding import Stream, epoch_seed, kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.errors import SkippingWarning
@@ -109,11 +115,6 @@ def own_order(data: Any, *, has_position: bool) -> str | None:
         return (
             "the DataLoader has its own generator, which is not part of a checkpoint: its order differs after a "
             "resume. Leave generator= out to draw the order from the run's key, or use data.loader"
-        )
-    if needs_other_loader(data):
-        return (
-            f"this {type(data).__name__} does not know the position of its {type(data.dataset).__name__}, whose order "
-            "may depend on it and differ after a resume: use a StreamingDataLoader, which saves the position"
         )
     if isinstance(data, Iterator):
         return "an iterator cannot be restarted: its next items are taken as the next batches"
@@ -354,3 +355,109 @@ def stream(fn: Callable[[S], Any]) -> StateStream[S]:
     if not callable(fn) or not is_callable_with(fn, 1):
         raise TypeError(f"data.stream: expected a function state -> batch, got {shown(fn)}")
     return StateStream(fn)
+
+
+def check_batches(data: Any, where: str) -> None:
+    """Raise if data do not yield batches: a data set of single examples, a pair of tensors, or not iterable.
+
+    Streams (`IterableDataset`) may yield whole batches, and are accepted.
+
+    Raises:
+        TypeError: The data do not yield batches. The message begins with `where`, and names the remedy.
+    """
+    if callable(getattr(data, "epoch", None)):
+        return
+    is_hugging = type(data).__module__.startswith("datasets.") and hasattr(data, "column_names")
+    if is_hugging or (isinstance(data, Dataset) and not isinstance(data, IterableDataset)):
+        raise TypeError(
+            f"{where}: expected batches, got the data set {type(data).__name__}, which gives single examples: wrap it "
+            "in data.loader(dataset, batch_size=...)"
+        )
+    if isinstance(data, Tensor | Mapping) or _is_pair(data):
+        came = shown(data) if isinstance(data, Tensor) else "inputs and targets" if _is_pair(data) else "a mapping"
+        raise TypeError(
+            f"{where}: expected batches, got {came}: wrap examples in data.arrays(inputs, targets, batch_size=...), "
+            "and a single batch in a list, [batch]"
+        )
+    if isinstance(data, str | type) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
+        raise TypeError(
+            f"{where}: expected batches, such as a DataLoader, a list of batches or data.arrays(...), got {shown(data)}"
+        )
+
+
+def _is_pair(data: Any) -> bool:
+    """Return whether data are inputs and targets rather than two batches of the same form."""
+    if type(data) not in (tuple, list) or len(data) != 2:
+        return False
+    if not all(isinstance(part, Tensor) and part.ndim for part in data) or len(data[0]) != len(data[1]):
+        return False
+    first, second = data
+    # The tensors in a list of batches may have sequences of different lengths.
+    have_one_form = first.shape == second.shape if type(data) is tuple else first.ndim == second.ndim
+    return first.dtype != second.dtype or not have_one_form
+
+
+def length_of(data: Any) -> int | None:
+    """Return the number of batches, if known; the `__len__` of a `DataLoader` over a stream raises."""
+    try:
+        return len(data) if hasattr(data, "__len__") else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+_NUM_READ = 64
+"""Number of a tensor's examples that the checksum reads: enough to tell data sets apart, at negligible cost."""
+
+
+def describe_data(data: Any) -> dict[str, str]:
+    """Return the facts about data that are known without reading a batch, for data in memory with a checksum.
+
+    Iterators, which differ each time, have none.
+    """
+    if isinstance(data, Iterator):
+        return {}
+    reported = {"kind": type(data).__qualname__}
+    with contextlib.suppress(Exception):  # data may be of any class, and training work nevertheless
+        for name, fact in _facts(data):
+            reported[name] = fact
+    return reported
+
+
+def _facts(data: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(data, list | tuple):
+        chosen = data[:: max(1, len(data) // _NUM_READ)]
+        content = [[fingerprint(one.detach()[:1]) for one in tensors(batch) if one.ndim] for batch in chosen]
+        if any(content):
+            yield "content", f"{len(data)} batches {_digest(content)}"
+        return
+    for name in ("batch_size", "shuffle", "drop_last"):
+        if isinstance(value := getattr(data, name, None), bool | int):
+            yield name, str(value)
+    if isinstance(data, DataLoader):
+        yield "sampler", type(data.sampler).__qualname__
+    dataset = getattr(data, "dataset", None)
+    if dataset is not None:
+        yield "dataset", type(dataset).__qualname__ + (f" of {len(dataset)}" if hasattr(dataset, "__len__") else "")
+    held = {name: getattr(data, name, None) for name in ("inputs", "targets")}
+    if isinstance(dataset, TensorDataset):
+        held |= {f"dataset.tensors[{i}]": tensor for i, tensor in enumerate(dataset.tensors)}
+    for name, value in held.items():
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
+            chosen = torch.arange(0, len(value), max(1, len(value) // _NUM_READ), device=value.device)
+            form = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+            yield name, f"{form} {_digest(fingerprint(value.detach()[chosen]))}"
+
+
+def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return a line for each difference, including facts that only one side has; none if either side is empty."""
+    if not saved or not now:
+        return []
+    return [
+        f"data: {name}: {saved.get(name, 'nothing')} in the checkpoint, {now.get(name, 'nothing')} here"
+        for name in dict.fromkeys((*saved, *now))
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(repr(content).encode(), digest_size=6).hexdigest()

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from purecompose import tree
 from purecompose._support.checks import check_flag, check_whole, is_callable_with, shown
 from purecompose._support.scopes import NOTHING
 from purecompose.data.reader import Reader, SharedReader, naming
@@ -67,16 +66,15 @@ class Samples:
         self.rng: str | None = rng
         self.collate: Callable[[list[Any]], Any] | None = collate
         self.reads_whole_batches: bool = reads_whole_batches(dataset)
-        runs_code = transform is not None or collate is not None or not is_plain(dataset)
-        self._seeds_globals = seeds_globals and runs_code
-        self._needs_words = self._seeds_globals or (transform is not None and rng in ("torch", "numpy"))
+        self._seeds_globals = seeds_globals
+        self._needs_words = seeds_globals or (transform is not None and rng in ("torch", "numpy"))
 
     def __getitem__(self, request: Request) -> Any:
+        columns = read_columns(self.dataset, request.indices)
+        if columns is not None and self.transform is None and self.collate is None:
+            return columns
         with kept_globals() if self._seeds_globals else NOTHING:
             self._seed(request, _READ, request.indices[0])
-            columns = read_columns(self.dataset, request.indices)
-            if columns is not None and self.transform is None and self.collate is None:
-                return columns
             return self._collated(self._samples(request, columns), request)
 
     def _samples(self, request: Request, columns: Any) -> list[Any]:
@@ -154,18 +152,6 @@ def read_columns(dataset: Any, indices: Sequence[int]) -> Any:
     chosen = torch.tensor(indices)
     rows = [tensor.index_select(0, chosen.to(tensor.device)) for tensor in tensors]
     return rows[0] if dataset is tensors[0] else rows
-
-
-def is_plain(dataset: Any) -> bool:
-    """Return whether reading and collating run no code of the user's: tensors, or a list of samples of tensors."""
-    if type(dataset) is Subset:
-        return is_plain(dataset.dataset)
-    if type(dataset) in (list, tuple):
-        return all(type(leaf) in _PLAIN for leaf in tree.leaves(dataset[0]))
-    return type(dataset) in (Tensor, TensorDataset, range)
-
-
-_PLAIN = (Tensor, int, float, bool, str, bytes)
 
 
 def _listed(request: Request) -> str:
@@ -260,11 +246,8 @@ def loader(
     rng: str | None = "torch",
     collate: Callable[[list[Any]], Any] | None = None,
     seed_globals: bool = True,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
     persistent_workers: bool | None = None,
-    multiprocessing_context: Any = None,
-    timeout: float = 0.0,
+    **options: Any,
 ) -> Loader:
     """Make batches of a map-style data set: a torch `Dataset`, a list, a Hugging Face `datasets.Dataset`.
 
@@ -283,11 +266,9 @@ def loader(
         seed_globals: Seed the global generators of torch, Python and numpy for each sample, while it is read and
             transformed, and restore them. It takes about 8 microseconds per sample, and no time for tensors in
             memory; without it, draws from them are not reproducible.
-        pin_memory: Copy batches into pinned memory in a thread; `fit` does so itself if there is a GPU.
-        prefetch_factor: Number of batches that each worker reads ahead; None for 2.
         persistent_workers: Keep workers between epochs; None to keep them if there are any.
-        multiprocessing_context: Start method of workers, such as "spawn"; None for the system's default.
-        timeout: Seconds to wait for a batch from the workers before an error; 0 for no limit.
+        **options: Options of torch's `DataLoader` for workers: `prefetch_factor`, `multiprocessing_context`, `timeout` in
+            seconds, and `pin_memory`, which `fit` makes needless.
 
     Raises:
         TypeError: The data set is of another kind, the transform or collate function cannot be called in this way, or
@@ -319,17 +300,12 @@ def loader(
         raise TypeError(f"loader: expected collate to be a function of a list of samples, got {shown(collate)}")
     if check_flag(seed_globals, "loader: seed_globals"):
         load_numpy()
-    if prefetch_factor is not None:
-        check_whole(prefetch_factor, "loader: prefetch_factor", 1)
     samples = Samples(dataset, transform, rng, collate, seed_globals)
     reader = Reader(
         samples,
         num_workers=workers,
-        pin_memory=check_flag(pin_memory, "loader: pin_memory"),
-        prefetch_factor=prefetch_factor,
         persistent_workers=workers > 0 if persistent_workers is None else persistent_workers,
-        multiprocessing_context=multiprocessing_context,
-        timeout=timeout,
+        **options,
     )
     return Loader(samples, reader, batch_size, check_flag(shuffle, "loader: shuffle"), drop_last)
 
@@ -362,24 +338,23 @@ def _check_transform(transform: Any, rng: Any) -> None:
         raise TypeError(f"loader: {shown(transform)} cannot be called as {wanted}{hint}")
 
 
-def shared(loader: Loader, mesh: Any = None) -> Loader:
+def shared(loader: Loader) -> Loader:
     """Split the reading of each batch of a loader among processes.
 
     Messages put the rows together, so that all processes have the whole batch, with the same bits as if each
     had read all of it: the steps of `data_parallel` and `fully_sharded` take whole batches, which MixUp and other
-    methods need. All processes must iterate in the same way.
+    methods need. All processes must call this, and iterate in the same way. Rows are sent by gloo, on the CPU, in a
+    process group of its own.
 
     Args:
         loader: A loader from `data.loader` without `collate`, which would see a part of the batch. Its samples consist
             of numbers and tensors, which have one shape in all samples.
-        mesh: A `torch.distributed.DeviceMesh` or a process group; by default all processes. Rows are sent by gloo, on
-            the CPU, in a process group of its own; so all these processes must call `shared`.
 
     Returns:
         A `Loader`, whose batches are on the CPU. In a single process it is `loader` itself.
 
     Raises:
-        TypeError: `loader` is of another kind, or `mesh` is neither a mesh nor a process group.
+        TypeError: `loader` is of another kind.
         ValueError: The loader has a function `collate`, or is shared already. While iterating: samples have different
             shapes or dtypes in different processes, or contain something other than numbers and tensors.
         RuntimeError: There is no process group. While iterating: another process has failed to read its rows.
@@ -405,29 +380,13 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
             "data.shared: the loader has a function collate, which would see a part of each batch in each process: "
             "give samples one form by transform"
         )
-    group = _group_of(mesh)
-    if group.size() == 1:
-        return loader
-    divided = copy.copy(loader)
-    divided.reader = cast(Reader, SharedReader(loader.reader, group))
-    return divided
-
-
-def _group_of(mesh: Any) -> Any:
-    """Return a new process group, which sends on the CPU, of the processes that share a loader."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "data.shared: there is no process group: start the processes by torchrun, and call "
             "torch.distributed.init_process_group() in each"
         )
-    if mesh is None:
-        members = list(range(dist.get_world_size()))
-    elif hasattr(mesh, "mesh"):
-        members = mesh.mesh.flatten().tolist()
-    elif isinstance(mesh, dist.ProcessGroup):
-        members = dist.get_process_group_ranks(mesh)
-    else:
-        raise TypeError(f"data.shared: expected a DeviceMesh or a process group, got {shown(mesh)}")
-    if dist.get_rank() not in members:
-        raise ValueError("data.shared: this process is not in the mesh")
-    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    if dist.get_world_size() == 1:
+        return loader
+    divided = copy.copy(loader)
+    divided.reader = cast(Reader, SharedReader(loader.reader, dist.new_group(backend="gloo")))
+    return divided

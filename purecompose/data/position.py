@@ -50,16 +50,6 @@ def has_shuffle_buffer(data: Any) -> bool:
     return False
 
 
-def needs_other_loader(data: Any) -> bool:
-    """Return whether a loader reads a stream whose `state_dict` needs arguments that only another loader knows.
-
-    MosaicML's `StreamingDataset` is one: its `StreamingDataLoader` counts the samples that have been returned.
-    """
-    if not _reads_stream(data) or position_holder(data) is not None:
-        return False
-    return callable(getattr(data.dataset, "state_dict", None)) and not _has_position(data.dataset)
-
-
 def position_at(batches: "PositionedBatches", start: Timestamp, now: Timestamp) -> dict[str, Any] | None:
     """Return the position of the data at a time of the run; `None` if they do not stand there.
 

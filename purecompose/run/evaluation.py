@@ -25,10 +25,9 @@ from purecompose.core.means import targets_of_metric
 from purecompose.core.ranks import Ranks, Share
 from purecompose.core.separable import check_evaluated, is_due
 from purecompose.core.state import State, check_single
-from purecompose.data.facts import check_batches
-from purecompose.data.loaders import fixed_batches, shuffles
+from purecompose.data.loaders import check_batches, fixed_batches, shuffles
 from purecompose.data.position import position_holder
-from purecompose.data.prefetch import prefetch
+from purecompose.data.reader import prefetch
 from purecompose.losses import couples_examples
 from purecompose.losses.metrics import Metric, as_metric, counting, mean_loss, of_loss
 from purecompose.nn.keyed.modules import detect

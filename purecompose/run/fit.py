@@ -20,8 +20,7 @@ from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.facts import check_batches, describe_data, differences, length_of
-from purecompose.data.loaders import StateStream, own_order
+from purecompose.data.loaders import StateStream, check_batches, describe_data, differences, length_of, own_order
 from purecompose.errors import CheckpointWarning, MismatchError, SkippingWarning
 from purecompose.run.evaluation import Evaluator, Observer, check_other_data, warn_of_missing_terms
 from purecompose.run.outer import EpochData, Run, Settings

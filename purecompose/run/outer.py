@@ -17,10 +17,9 @@ from purecompose._support.messages import with_urls
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
 from purecompose.core.state import State
-from purecompose.data.facts import describe_data
-from purecompose.data.loaders import StateStream, epoch_batches
+from purecompose.data.loaders import StateStream, describe_data, epoch_batches
 from purecompose.data.position import PositionedBatches, position_at
-from purecompose.data.prefetch import prefetch
+from purecompose.data.reader import prefetch
 from purecompose.errors import SpentStateError
 from purecompose.run.evaluation import Evaluator, Observer, notify, run_evaluator
 from purecompose.run.interruptions import Adaptive, Interrupts

@@ -97,7 +97,6 @@ def attempts() -> dict[str, Callable[[], Any]]:
         "collate": lambda: read(numbers, collate=torch.stack),
         "twice": lambda: pc.data.shared(pc.data.shared(pc.data.loader(numbers, 4))),
         "another loader": lambda: pc.data.shared([numbers]),  # pyright: ignore[reportArgumentType]
-        "another mesh": lambda: pc.data.shared(pc.data.loader(numbers, 4), 3),
     }
 
 

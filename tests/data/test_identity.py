@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from purecompose import Checkpoints, compose, data as pc_data, fit, loop_events
-from purecompose.data.facts import describe_data, differences
+from purecompose.data.loaders import describe_data, differences
 from purecompose.errors import CheckpointWarning
 from tests.helpers import make_mlp, make_state
 
@@ -113,7 +113,7 @@ class Unreadable(torch.Tensor):
 def test_properties_that_cannot_be_described_are_left_out(inputs: torch.Tensor) -> None:
     odd = Odd()
     odd.inputs = inputs
-    assert describe_data(odd) == {"kind": "Odd", "dataset": "Unopened"}
+    assert describe_data(odd) == {"kind": "Odd"}
 
 
 def test_odd_data_are_trained_on(tmp_path: pathlib.Path) -> None:

@@ -111,19 +111,6 @@ def test_the_order_of_later_epochs_is_not_promised_if_a_loader_has_its_own_gener
     assert tree.equal(resumed.params, whole.params)
 
 
-class OfLoader(Samples):
-    """A stream that must be given the number of samples, as MosaicML's `StreamingDataset` must."""
-
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # type: ignore[override]
-        return {"place": num_samples}
-
-
-def test_a_stream_that_only_its_loader_can_ask_is_reported(tmp_path):
-    run(DataLoader(OfLoader([]), SIZE), "2ba", tmp_path)
-    with pytest.warns(pc.data.SkippingWarning, match="dropped"), pytest.warns(match="use a StreamingDataLoader"):
-        run(DataLoader(OfLoader([]), SIZE), "3ba", tmp_path)
-
-
 def test_loaders_that_may_have_read_ahead_have_no_position():
     class Ahead(DataLoader[Any]):
         def __iter__(self) -> Any:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from purecompose.data import prefetch
-from purecompose.data.prefetch import _ahead, _pinned, _Sent
+from purecompose.data.reader import _ahead, _pinned, _Sent
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from purecompose import Evaluator, data, predict
 from purecompose.data import CharacterVocabulary, arrays, loader, prefetch, split, text_windows
-from purecompose.data.facts import check_batches
+from purecompose.data.loaders import check_batches
 from purecompose.random import key
 
 
@@ -72,7 +72,6 @@ REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
             ({"prefetch_factor": 2}, "multiprocessing"),
             ({"persistent_workers": True}, "num_workers > 0"),
             ({"workers": 1, "timeout": -1}, "timeout"),
-            ({"workers": 1, "prefetch_factor": 0}, "prefetch_factor"),
         ]
     ],
     (lambda: prefetch([], "cpu", 0), ValueError, "prefetch: size"),

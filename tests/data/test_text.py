@@ -107,10 +107,8 @@ def test_another_text_takes_a_given_vocabulary(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="nowhere.txt"):
         load_text(tmp_path / "nowhere.txt")
-    with pytest.raises(OSError, match="cannot be read: Is a directory"):
-        load_text(tmp_path)
     latin = tmp_path / "latin.txt"
     latin.write_bytes("grün".encode("latin-1") * 100)
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8: byte 2 is 0xfc"):
