@@ -74,7 +74,7 @@ def ladder(subject: Subject) -> dict[str, Callable[[], object]]:
     own = OwnDerivatives()
 
     def with_grad(state: State) -> State:
-        body = lambda carry: carry._replace(state=loop.loss.fn(loop.forward.fn(carry.state)))  # noqa: E731
+        body = lambda carry, purpose: carry._replace(state=loop.loss.fn(loop.forward.fn(carry.state)))  # noqa: E731
         end = differentiate(body, Carry(state), state.context.trainable, own, NO_PURPOSE).state
         assert end.grads is not None
         return updated(end, end.grads).replace(grads=None)

@@ -23,8 +23,7 @@ from purecompose._support.autograd import GradMode, gradients
 from purecompose._support.functorch import allowing_requires_grad, is_tracked, is_transforming, only_maps
 from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import NOTHING
-from purecompose.core.operation import Carry, Purpose
-from purecompose.core.ranks import SharedPart
+from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.state import State
 from purecompose.core.values import fields_where
 from purecompose.nn.differentiable import Once, OwnDerivatives, plain_operations
@@ -59,14 +58,14 @@ class Forward:
         self.leaves: dict[str, Tensor] = {}
         self.after: Carry | None = None
 
-    def run(self, forward: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    def run(self, forward: Operation, carry: Carry, purpose: Purpose) -> Carry:
         """Return the carry after the forward pass, with the loss of the given one."""
-        self.after = forward(carry) if self.after is None else self.after
+        self.after = forward(carry, purpose) if self.after is None else self.after
         return self.after._replace(state=self.after.state.replace(static=carry.state.static))
 
 
 def differentiate(
-    body: Callable[[Carry], Carry],
+    body: Operation,
     carry: Carry,
     names: tuple[str, ...],
     own: OwnDerivatives,
@@ -76,7 +75,7 @@ def differentiate(
     """Run the body and add the gradients of its loss with respect to those named parameters that it reaches.
 
     Args:
-        body: Function that sets `loss`, a 0-d tensor.
+        body: Operation that sets `loss`, a 0-d tensor.
         carry: Start of the body; the parameters and batch of its state are kept in the result.
         names: Names of the parameters to differentiate with respect to, at least one.
         own: The derivatives that the body takes, which are found in a first run.
@@ -111,7 +110,7 @@ def differentiate(
     around = running(Part(".gradient", purpose)) if purpose.is_first else NOTHING
     with GradMode(True), state.model.skeleton(train=True).held(), kernels, around:
         try:
-            end, values, grads = engine(inner, carry, names, is_differentiated, purpose.part, shared)
+            end, values, grads = engine(inner, carry, names, is_differentiated, purpose, shared)
         except RuntimeError as error:
             if "nference tensor" not in str(error):
                 raise
@@ -159,11 +158,11 @@ _Differentiated: TypeAlias = tuple[Carry, dict[str, Any], dict[str, Tensor]]
 
 
 def _with_autograd(
-    body: Callable[[Carry], Carry],
+    body: Operation,
     carry: Carry,
     names: tuple[str, ...],
     is_differentiated: bool,
-    part: SharedPart | None,
+    purpose: Purpose,
     shared: Forward | None,
 ) -> _Differentiated:
     state, used, terms = carry
@@ -172,8 +171,8 @@ def _with_autograd(
         param = state.params[name]  # an outer gradient flows through a view to a parameter that asks for one
         keeps_graph = is_differentiated and param.requires_grad
         leaves[name] = param.view_as(param) if keeps_graph else param.detach().requires_grad_()
-    end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms))
-    if part is not None and end.terms is not None:
+    end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms), purpose)
+    if (part := purpose.part) is not None and end.terms is not None:
         # 0 as a function of the terms, on which later messages depend on the other ranks as well.
         part.weight = end.terms * 0 if part.is_empty else end.terms
     values = _set_by_body(state, end.state)
@@ -184,14 +183,19 @@ def _with_autograd(
 
 
 def _with_torch_func(
-    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...], is_differentiated: bool, *unused: Any
+    body: Operation,
+    carry: Carry,
+    names: tuple[str, ...],
+    is_differentiated: bool,
+    purpose: Purpose,
+    shared: Forward | None,
 ) -> _Differentiated:
-    del unused  # forward passes and batches are shared outside of transforms only
+    del shared  # forward passes are shared outside of transforms only
     state, ends = carry.state, []
 
     def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
         with allowing_requires_grad():
-            end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)))
+            end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)), purpose)
         grads = _grads(end.state.loss, leaves, _differentiable_gradients)
         ends.append(end)
         # Values may leave the transform only through its result, which must consist of tensors.

@@ -4,7 +4,6 @@ An operation is a function `(carry, purpose) -> carry`. The carry changes along 
 run and is the same for all of it. Events, stages and scopes lower themselves to operations.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -171,7 +170,9 @@ def in_order(operations: Iterable[Operation]) -> Operation:
     def run(carry: Carry, purpose: Purpose) -> Carry:
         held = [carry]
         del carry
-        return functools.reduce(lambda held, op: [op(held.pop(), purpose)], ops, held).pop()
+        for operation in ops:
+            held.append(operation(held.pop(), purpose))
+        return held.pop()
 
     return run
 

@@ -49,7 +49,8 @@ class Stage:
 
     def lower(self, place: Place) -> list[Lowered]:
         """Return the stage as an operation; a loss whose slices are weighted also counts its terms."""
-        run = lift(self._run, place.pass_name(self.name), turn=place.turn(self.name), may_set_gradients=True)
+        fn = self._run if self.denominators is None else self._run_divided
+        run = lift(fn, place.pass_name(self.name), turn=place.turn(self.name), may_set_gradients=True)
         ops, own = [Lowered(run, sets_loss=self.sets_loss)], getattr(self.fn, "num_terms", None)
         if place.accumulates and own is not None:
             what = "a stage of your own with num_terms"
@@ -63,10 +64,14 @@ class Stage:
         """The function that returns the numbers by which the stage's loss divides; `None` if it does not declare it."""
         return getattr(self.fn, "denominators", None)
 
+    def _run_divided(self, state: State, watch: Contract | None) -> State:
+        """Run a stage with `denominators`, which are those of the whole batch unless it is in a slice."""
+        if state.denominators is not None:
+            return self._run(state, watch)
+        whole = state.replace(denominators=denominators(state, self.denominators))
+        return self._run(whole, watch).replace(denominators=None)
+
     def _run(self, state: State, watch: Contract | None) -> State:
-        if self.denominators is not None and state.denominators is None:
-            whole = state.replace(denominators=denominators(state, self.denominators))
-            return self._run(whole, watch).replace(denominators=None)
         try:
             new_state = self.fn(state) if watch is None else watch.run_stage(self, state)
             if watch is not None and getattr(new_state, "loss", None) is not state.loss:

@@ -170,11 +170,11 @@ class Grad(Scope):
                 carry = carry._replace(state=state.replace(grads=_without(state.grads, used) or None))
             forwards = None if place.is_weighted else purpose.forwards
             if forwards is None:
-                after = differentiate(lambda inner: body(inner, purpose), carry, names, own, purpose)
+                after = differentiate(body, carry, names, own, purpose)
             else:
                 one = forwards.setdefault(forward, Forward())
-                first = lambda inner: one.run(lambda inner: forward(inner, purpose), inner)  # noqa: E731
-                after = differentiate(lambda inner: rest(first(inner), purpose), carry, names, own, purpose, one)
+                shared = in_order([functools.partial(one.run, forward), rest])
+                after = differentiate(shared, carry, names, own, purpose, one)
             return Carry(after.state, after.used.difference(names), after.terms) if after.used else after
 
         is_host, to_loss = any(lowered.is_host for lowered in inner), until_loss(inner)
