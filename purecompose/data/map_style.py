@@ -267,8 +267,8 @@ def loader(
             transformed, and restore them. It takes about 8 microseconds per sample, and no time for tensors in
             memory; without it, draws from them are not reproducible.
         persistent_workers: Keep workers between epochs; None to keep them if there are any.
-        **options: Options of torch's `DataLoader` for workers: `prefetch_factor`, `multiprocessing_context`, `timeout` in
-            seconds, and `pin_memory`, which `fit` makes needless.
+        **options: Options of torch's `DataLoader` for workers: `prefetch_factor`, `multiprocessing_context`, `timeout`
+            in seconds, and `pin_memory`, which `fit` makes needless.
 
     Raises:
         TypeError: The data set is of another kind, the transform or collate function cannot be called in this way, or
