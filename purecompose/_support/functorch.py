@@ -1,15 +1,19 @@
-"""Queries and settings of transforms of `torch.func` and of tracing for which torch has no public functions.
+"""What torch has no public functions for: queries of transforms of `torch.func` and of tracing, its autograd engine
+without the checks of the public functions, and functions that Dynamo, the tracer of `torch.compile`, does not trace.
 
 Everything here is private in torch. Without it the queries would answer as outside of transforms, so that steps run
-eagerly, and `vmap`, `grad` and tracing of steps would have to be refused.
+eagerly, and `vmap`, `grad` and tracing of steps would have to be refused; gradients would be computed by the public
+functions, and Dynamo would trace steps.
 """
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
     TransformType,
     get_unwrapped,
@@ -28,8 +32,23 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException as UnsupportedOperatorException,
     unset_fake_temporarily as unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+
+try:  # private: what `torch.autograd.grad` and `Tensor.backward` call, and what that calls after it has copied the
+    # context to the engine's threads, which the CPU does not need
+    from torch.autograd.graph import _engine_run_backward as _run_backward
+
+    _run_on_cpu = torch.autograd.Variable._execution_engine.run_backward
+except (ImportError, AttributeError):  # pragma: no cover
+    _run_backward = _run_on_cpu = None
+try:
+    _dynamo: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+except ImportError:  # a private module, which a later version may not have: Dynamo then traces these functions
+    _dynamo = None
+
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 OpOverload = type(torch.ops.aten.add.Tensor)
 """The type of torch's operations."""
@@ -131,3 +150,117 @@ def plainly() -> Iterator[None]:
     """Return a context manager for making tensors as if no transform, mode or `inference_mode` were active."""
     with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes(), torch.no_grad():
         yield
+
+
+# The autograd engine. `torch.autograd.grad` checks its arguments, and `torch.enable_grad` prepares to be a decorator.
+# In a step of a small network the two cost as much as a layer.
+
+
+_PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+"""`__torch_function__` of tensors, and of subclasses that torch's functions take like tensors."""
+
+
+def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of a real 0-d loss that has a graph, `None` for leaves that it does not reach."""
+    # By types: `has_torch_function` is true in every mode, and the public function would leave the mode while the
+    # backward pass runs, in which layers may be computed again.
+    kinds = {type(loss), *map(type, leaves)}
+    is_plain = loss.is_floating_point() and all(kind.__torch_function__ in _PLAIN for kind in kinds - {Tensor})
+    run = _run_on_cpu if loss.is_cpu else _run_backward
+    if run is None or not is_plain or torch.compiler.is_compiling():
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+    # By position: grad_outputs, retain_graph, create_graph, inputs, allow_unused.
+    return run((loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False)
+
+
+def graph_of(*tensors: Tensor) -> Iterator[Any]:
+    """Yield each node of the graph of these tensors once."""
+    waiting, known = [tensor.grad_fn for tensor in tensors], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd's engine runs the caller, in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class GradMode:
+    """Context manager that sets whether operations are recorded, as `torch.set_grad_enabled` does."""
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._mode)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
+def saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """Return the innermost hooks of saved tensors (pack, unpack), by which activation checkpointing works."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+# Dynamo: `torch.compiler.disable` imports it, which takes two seconds, and its functions do not learn whether they are
+# called within `torch.compile`.
+
+
+get_eval_frame_callback: Callable[[], Any] = getattr(_dynamo, "get_eval_frame_callback", lambda: None)
+
+
+def called_by_dynamo(reason: str) -> Callable[[Fn], Fn]:
+    """Return a decorator for a function that Dynamo calls after a break of its graph.
+
+    In the function `get_eval_frame_callback()` is not `None` if it is called within `torch.compile`. Dynamo would then
+    trace the functions that it calls; `without_dynamo` prevents this.
+
+    Args:
+        reason: Text for Dynamo's error where its graph must not break (`fullgraph=True`).
+    """
+
+    def mark(fn: Any) -> Any:
+        fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, reason
+        if _dynamo is not None:
+            skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+            _dynamo.set_code_exec_strategy(fn.__code__, skip)
+        return fn
+
+    return mark
+
+
+@called_by_dynamo("it turns Dynamo off")
+def without_dynamo(fn: Callable[[Any], Any]) -> Any:
+    """Call `fn(backend)` with Dynamo turned off, where `backend` is that of the `torch.compile` around it."""
+    callback = _dynamo.set_eval_frame(None)
+    backend: Any = callback
+    try:
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        return fn(backend)
+    finally:
+        _dynamo.set_eval_frame(callback)
+
+
+class DispatchMode(TorchDispatchMode):
+    """Base class of modes whose `__torch_dispatch__` Dynamo does not trace.
+
+    torch sees to this by importing Dynamo when the mode is first used: one second, in the first step of a run that
+    compiles nothing.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__torch_dispatch__ = called_by_dynamo("it watches operations")(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

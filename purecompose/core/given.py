@@ -13,9 +13,8 @@ from torch import Tensor
 
 from purecompose._support.fingerprint import fingerprint
 from purecompose._support.functorch import has_values, plainly, unwrapped
-from purecompose._support.scopes import NOTHING
+from purecompose._support.scopes import NOTHING, storage_of
 from purecompose._support.shards import local
-from purecompose._support.writes import storage_of
 from purecompose.errors import GlobalDrawError, InPlaceError
 from purecompose.nn.keyed.modules import BY_KEY
 from purecompose.time.event import Event

@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches
-from purecompose._support.autograd import GradMode, gradients
-from purecompose._support.functorch import allowing_requires_grad, is_tracked, is_transforming, only_maps
+from purecompose._support.functorch import (
+    GradMode,
+    allowing_requires_grad,
+    gradients,
+    is_tracked,
+    is_transforming,
+    only_maps,
+)
 from purecompose._support.messages import layer_of, line_of
 from purecompose._support.scopes import NOTHING
 from purecompose.core.operation import Carry, Operation, Purpose

@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from purecompose import batch as batches
-from purecompose._support.autograd import graph_of
-from purecompose._support.functorch import is_tracked, is_transforming, levels
+from purecompose._support.functorch import graph_of, is_tracked, is_transforming, levels
 from purecompose._support.scopes import during
 
 

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from purecompose._support.messages import warn
 from purecompose._support.references import read_by
+from purecompose._support.scopes import memory_of, storage_of
 from purecompose._support.shards import is_shard, local
-from purecompose._support.writes import memory_of, storage_of
 
 
 OWN = frozenset(vars(nn.Module()))

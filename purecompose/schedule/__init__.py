@@ -19,10 +19,10 @@ from purecompose.schedule.curves import (
     one_cycle as one_cycle,
     polynomial as polynomial,
 )
-from purecompose.schedule.from_torch import from_torch as from_torch
 from purecompose.schedule.periods import (
     cosine_warm_restarts as cosine_warm_restarts,
     exponential as exponential,
+    from_torch as from_torch,
     multi_step as multi_step,
     sequence as sequence,
     step as step,

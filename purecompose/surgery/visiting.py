@@ -16,7 +16,7 @@ from purecompose import random
 from purecompose._support.checks import shown
 from purecompose._support.device import building
 from purecompose._support.messages import warn
-from purecompose._support.writes import WriteGuard, memory_of
+from purecompose._support.scopes import WriteGuard, memory_of
 from purecompose.nn.splitting import OWN, places
 from purecompose.optim.base import match_or_raise, matched
 

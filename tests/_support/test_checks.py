@@ -116,7 +116,7 @@ STEP: Any = pc.compose(pc.loop_events)
 MISTAKES: dict[str, tuple[Any, str]] = {
     "string for an optimizer": (
         lambda: pc.State.create(torch.nn.Linear(3, 3), loss=pc.losses.mse, optimizer="Adam", key=0),  # pyright: ignore
-        r"got 'Adam' .*; write optim\.adam\(\.\.\.\)",
+        r"such as optim\.sgd\(0\.1\) .*got 'Adam' ",
     ),
     "no key": (lambda: functional.mixup_batch(X, X), r"'targets'; it is mixup_batch\(key, inputs, targets, "),  # pyright: ignore
     "a factory without its argument": (
