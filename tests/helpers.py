@@ -204,6 +204,17 @@ def copied(tree: Any) -> Any:
     return pc.tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def errors_of(attempts: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """Return the errors of attempts that fail, by their names."""
+    found = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (TypeError, ValueError, RuntimeError, OSError) as error:
+            found[name] = str(error)
+    return found
+
+
 def _reset(net: nn.Sequential, seed: int) -> nn.Sequential:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

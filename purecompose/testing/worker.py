@@ -119,7 +119,7 @@ def _started(request: bytes) -> tuple[Any, Connection]:
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     context.set_forkserver_preload(_PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, request, read_settings()), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, request, read_settings()))
     process.start()
     theirs.close()
     return process, ours

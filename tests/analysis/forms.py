@@ -1,13 +1,7 @@
-"""Runs of twelve forms that are recorded and replayed; as a program, this module is one of two processes.
+"""Runs of twelve forms that are recorded and replayed."""
 
-python -m tests.analysis.forms STORE RANK SIZE FOLDER NUMBER
-"""
-
-import dataclasses
-import datetime
 import hashlib
 import random
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,18 +116,10 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def main(store: str, rank: int, size: int, folder: str, number: int) -> None:
-    """Record and replay a run in which several processes share each batch."""
-    torch.set_num_threads(1)
-    shared = dist.FileStore(store, size)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+def differences_of_processes(mesh: Any, folder: Path, number: int) -> list[str]:
+    """Return the differences of states replayed in one of several processes that have shared each batch."""
+    del mesh
     step, state, data = _points([alg.ema("5ba"), alg.mixup(0.2)])
-    run, states = recorded(Form(pc.data_parallel(step), state, data), Path(folder) / "run")
+    run, states = recorded(Form(pc.data_parallel(step), state, data), folder / "run")
     dist.barrier()  # the first process writes the checkpoints
-    run = dataclasses.replace(run)
-    torch.save(differences(run, states, number), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    return differences(run, states, number)

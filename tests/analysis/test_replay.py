@@ -11,9 +11,9 @@ import purecompose as pc
 from purecompose import algorithms as alg, compose, loop_events, optim
 from purecompose.analysis import RecordedRun, replay
 from purecompose.errors import MismatchError
-from tests.analysis.forms import FORMS, Form, differences, digests, recorded
+from purecompose.testing.worker import in_process_group
+from tests.analysis.forms import FORMS, Form, differences, differences_of_processes, digests, recorded
 from tests.helpers import make_batches, make_mlp, make_state
-from tests.transforms.processes import run_processes
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -32,7 +32,7 @@ def test_states_are_those_of_the_run_at_50_batches(name: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_states_are_those_of_a_run_of_two_processes(tmp_path: Path) -> None:
-    assert run_processes("tests.analysis.forms", tmp_path, 2, "2", "50") == [[], []]
+    assert in_process_group(differences_of_processes, 2, tmp_path, 50) == [[], []]
 
 
 def small(**options: object) -> Form:

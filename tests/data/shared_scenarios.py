@@ -1,10 +1,5 @@
-"""Shared loaders and streams in several processes; as a program, this module is one of the processes.
+"""Shared loaders and streams in several processes."""
 
-python -m tests.data.shared_scenarios STORE RANK WORLD_SIZE FOLDER
-"""
-
-import datetime
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +10,7 @@ from torch import Tensor
 import purecompose as pc
 from purecompose import algorithms as alg, compose, loop_events
 from tests.data.test_position import Walk
-from tests.helpers import make_batch, make_state
-from tests.transforms.processes import errors_of
+from tests.helpers import errors_of, make_batch, make_state
 
 
 KEY = pc.random.key(3)
@@ -100,10 +94,9 @@ def attempts() -> dict[str, Callable[[], Any]]:
     }
 
 
-def main(store: str, rank: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+def results(mesh: Any, folder: str) -> dict[str, Any]:
+    """Return the results of all scenarios in one of several processes."""
+    del mesh
     found: dict[str, Any] = {}
     for case in SIZES:
         data = loader(case)
@@ -111,15 +104,5 @@ def main(store: str, rank: int, size: int, folder: str) -> None:
     step = pc.data_parallel(compose(loop_events, [alg.mixup(1.0)]))
     found[".fit"] = [trained(pc.data.shared, step), trained(lambda data: data, step)]
     found[".stream"] = resumed_and_whole(step, folder)
-    found[".errors"] = {}
-    for name, attempt in attempts().items():
-        try:
-            found[".errors"] |= errors_of({name: attempt})
-        except OSError as error:
-            found[".errors"][name] = str(error)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    found[".errors"] = errors_of(attempts())
+    return found

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from purecompose import tree
-from tests.data import shared_scenarios
-from tests.data.shared_scenarios import SIZES, epochs, loader
-from tests.transforms.processes import run_processes
+from purecompose.testing.worker import in_process_group
+from tests.data.shared_scenarios import SIZES, epochs, loader, results
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_processes(shared_scenarios.__name__, tmp_path_factory.mktemp("ranks"), request.param, str(request.param))
+    return in_process_group(results, request.param, str(tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.mark.parametrize("case", SIZES)

@@ -178,6 +178,7 @@ _SCRIPT = """
 import os
 import purecompose.testing as testing
 from purecompose.testing.suite import resume_exact
+from purecompose.testing.worker import in_new_processes
 assert resume_exact("label_smoothing(0.1)", testing.Case(batches_per_epoch=3))
 print(*in_new_processes(os.getppid, [()]), flush=True)
 """

@@ -11,8 +11,18 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
 from purecompose.core import ranks as core_ranks
-from tests.helpers import SumOfMeans, changing, make_batch, make_batches, make_cnn, make_mlp, make_state, noise, nt_xent
-from tests.transforms.processes import errors_of
+from tests.helpers import (
+    SumOfMeans,
+    changing,
+    errors_of,
+    make_batch,
+    make_batches,
+    make_cnn,
+    make_mlp,
+    make_state,
+    noise,
+    nt_xent,
+)
 
 
 class WithEmpty(nn.Module):

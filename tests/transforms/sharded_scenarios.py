@@ -16,9 +16,8 @@ from purecompose.algorithms import FACTORIES
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS, make_task
 from purecompose.testing.worker import played
-from tests.helpers import changing, make_batch, make_batches, make_mlp, make_state
+from tests.helpers import changing, errors_of, make_batch, make_batches, make_mlp, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, ragged, told
-from tests.transforms.processes import errors_of
 
 
 # The others differ in nothing that a division of the parameters could change.

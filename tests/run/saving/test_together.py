@@ -10,17 +10,16 @@ import torch
 
 import purecompose as pc
 from purecompose.errors import CheckpointError
-from tests.run.saving import together_scenarios
-from tests.run.saving.together_scenarios import step_and_state
+from purecompose.testing.worker import in_process_group
+from tests.run.saving.together_scenarios import results, step_and_state
 from tests.transforms.parallel_scenarios import told
-from tests.transforms.processes import run_processes
 
 
-@pytest.fixture(scope="module", params=["2", pytest.param("4", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """Return the folder of several processes' checkpoints, and what each of them has found."""
     folder = tmp_path_factory.mktemp("together")
-    return folder, run_processes(together_scenarios.__name__, folder, int(request.param), request.param)
+    return folder, in_process_group(results, request.param, folder)
 
 
 def test_states_are_loaded_with_the_same_bits(written: tuple[Path, list[Any]]) -> None:

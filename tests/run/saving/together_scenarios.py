@@ -1,14 +1,9 @@
-"""Checkpoints that several processes write; as a program, this module is one of the processes.
+"""Checkpoints that several processes write."""
 
-python -m tests.run.saving.together_scenarios STORE RANK SIZE FOLDER
-"""
-
-import datetime
 import errno
 import functools
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -181,24 +176,15 @@ def ended(mesh: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-def main(store: str, rank: int, size: int, folder: str) -> None:
-    """Run all scenarios as one of the processes, and save the results."""
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
-    mesh, other = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
-    found = {
-        "loaded": saved_and_loaded(mesh, other, Path(folder)),
-        "resumed": resumed(mesh, Path(folder)),
-        "refused": refused(mesh, Path(folder)),
-        "described": described(Path(folder)),
-        "failed": failed_alone(mesh, Path(folder)),
-        "ended": ended(mesh, Path(folder)),
+def results(mesh: Any, folder: Path) -> dict[str, Any]:
+    """Return the results of all scenarios in one of several processes."""
+    other = init_device_mesh("cpu", (2, mesh.size() // 2))
+    return {
+        "loaded": saved_and_loaded(mesh, other, folder),
+        "resumed": resumed(mesh, folder),
+        "refused": refused(mesh, folder),
+        "described": described(folder),
+        "failed": failed_alone(mesh, folder),
+        "ended": ended(mesh, folder),
         "whole": told(pc.whole(trained(mesh))),
     }
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -13,9 +13,8 @@ import purecompose as pc
 from purecompose import Event, State, compose, loop_events, optim
 from purecompose.core import ranks as core_ranks
 from purecompose.transforms.compilation import building
-from tests.helpers import changing, make_batch, make_batches, make_cnn, make_state
+from tests.helpers import changing, errors_of, make_batch, make_batches, make_cnn, make_state
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, run, told
-from tests.transforms.processes import errors_of
 
 
 SAME_BITS = ("terms", "ema and clipping", "sam", "batch norm", "microbatches")
