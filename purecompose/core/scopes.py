@@ -15,12 +15,11 @@ from purecompose.core.again import repeatable
 from purecompose.core.coupled import with_whole_loss
 from purecompose.core.gradient import Forward, differentiate
 from purecompose.core.layout import Cut
-from purecompose.core.means import denominators
 from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order, walk
 from purecompose.core.program import Program, Stage, Update, as_nodes, matching_params
 from purecompose.core.ranks import Ranks
 from purecompose.core.separable import Check, check_scope
-from purecompose.core.slices import run_slices, run_until_loss
+from purecompose.core.slices import in_slices
 from purecompose.core.state import State
 from purecompose.errors import ContractError
 from purecompose.nn.differentiable import OwnDerivatives
@@ -226,13 +225,10 @@ class Microbatches(Scope):
         # A single slice is the whole batch of the enclosing scope, and its loss has the same weight in both.
         stages = [node for node in walk(self.body) if isinstance(node, Stage)]
         is_whole = any(losses.couples_examples(stage.fn) for stage in stages)
-        counts = [stage.denominators for stage in stages if stage.denominators is not None]
-        if (is_whole or counts) and place.is_shared:
+        count = self._denominators_of(stages)
+        if (is_whole or count is not None) and place.is_shared:
             what = "a stage of your own with denominators or losses.over_batch"
             raise unsupported("several processes", what, repr(self))
-        if len(counts) > 1:
-            raise unsupported("Microbatches", "several stages with denominators", repr(self))
-        count = counts[0] if counts else None
         is_cut = not is_whole and (cut.may_slice or place.is_shared)
         inner = place._replace(is_shared=False, is_slice=True, is_weighted=place.is_weighted or is_cut)
         lowered = inner.lower(self.body)
@@ -243,20 +239,8 @@ class Microbatches(Scope):
         def sliced(transform: Callable[[Operation], Operation]) -> Operation:
             if not is_cut:
                 return repeatable(with_own_gradients(body), self.body, separable=check)
-            on_slice = transform(body)
-            on_outputs, on_whole = (None, None) if to_loss is None else (transform(to_loss), transform(with_whole_loss))
-
-            def run(carry: Carry, purpose: Purpose) -> Carry:
-                if count is not None:
-                    divided = carry.state.replace(denominators=denominators(carry.state, count))
-                    end = run_slices(on_slice, carry._replace(state=divided), purpose, cut)
-                    return end._replace(state=end.state.replace(denominators=carry.state.denominators))
-                if not losses.couples_examples(carry.state.context.loss):
-                    return run_slices(on_slice, carry, purpose, cut)
-                outer = carry.state.whole_loss
-                carry = run_slices(on_slice, run_until_loss(on_outputs, on_whole, carry, purpose, cut), purpose, cut)
-                return carry._replace(state=carry.state.replace(whole_loss=outer))
-
+            to_whole = None if to_loss is None else (transform(to_loss), transform(with_whole_loss))
+            run = in_slices(transform(body), cut, to_whole, count)
             return run if place.is_shared else repeatable(with_own_gradients(run), self.body, separable=check)
 
         return [
@@ -269,6 +253,13 @@ class Microbatches(Scope):
                 separable=None if place.is_slice else check,
             )
         ]
+
+    def _denominators_of(self, stages: Iterable[Stage]) -> Callable[[State], Any] | None:
+        """Return the function that returns the denominators of the only stage that has some, or `None`."""
+        counts = [stage.denominators for stage in stages if stage.denominators is not None]
+        if len(counts) > 1:
+            raise unsupported("Microbatches", "several stages with denominators", repr(self))
+        return counts[0] if counts else None
 
 
 def _check_inside(inner: Sequence[Lowered]) -> Check | None:

@@ -1,11 +1,11 @@
 """Microbatches: a body run on slices of the batch, with averaged results."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from purecompose import batch as batches, tree
+from purecompose import batch as batches, losses, tree
 from purecompose.core.coupled import gathered, joined, part_of_loss
 from purecompose.core.layout import Cut
 from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of, targets_of_loss
@@ -43,7 +43,34 @@ def _slices(state: State, cut: Cut, shared: SharedPart | None) -> Iterator[_Slic
         offset += size
 
 
-def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Carry:
+def in_slices(
+    body: Operation, cut: Cut, to_whole_loss: tuple[Operation, Operation] | None, count: Callable[[State], Any] | None
+) -> Operation:
+    """Return the operation that runs a body on slices of the batch.
+
+    Args:
+        body: The body.
+        cut: The number or size of the slices.
+        to_whole_loss: For a loss that couples examples, the part of the body before its loss, and the operation that
+            sets `whole_loss` from all outputs; `None` if there is no such part.
+        count: Function that returns the denominators of a stage in the body, if it has some.
+    """
+
+    def run(carry: Carry, purpose: Purpose) -> Carry:
+        if count is not None:
+            divided = carry.state.replace(denominators=denominators(carry.state, count))
+            end = _run_slices(body, carry._replace(state=divided), purpose, cut)
+            return end._replace(state=end.state.replace(denominators=carry.state.denominators))
+        if not losses.couples_examples(carry.state.context.loss):
+            return _run_slices(body, carry, purpose, cut)
+        outer = carry.state.whole_loss
+        end = _run_slices(body, _with_whole_loss(to_whole_loss, carry, purpose, cut), purpose, cut)
+        return end._replace(state=end.state.replace(whole_loss=outer))
+
+    return run
+
+
+def _run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Carry:
     """Run the body on slices of the batch and average loss, gradients and metrics, weighted by each slice's terms.
 
     Args:
@@ -84,17 +111,10 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Car
     return Carry(end, current.used, carry.terms if current.terms is None else total)
 
 
-def run_until_loss(
-    body: Operation | None, evaluate: Operation | None, carry: Carry, purpose: Purpose, cut: Cut
+def _with_whole_loss(
+    to_whole_loss: tuple[Operation, Operation] | None, carry: Carry, purpose: Purpose, cut: Cut
 ) -> Carry:
     """Set `whole_loss` to the loss of the outputs of all slices, for a loss that couples examples.
-
-    Args:
-        body: The part of a slice before its loss.
-        evaluate: Operation that sets `whole_loss` from all outputs, and targets given as the batch.
-        carry: Input of the body, with the whole batch.
-        purpose: The purpose of the run.
-        cut: The number or size of the slices.
 
     Raises:
         ValueError: The scope has no loss stage or several, or outputs or targets are not per example.
@@ -102,16 +122,17 @@ def run_until_loss(
     state, shared = carry.state, purpose.part
     if state.whole_loss is not None:  # in a slice of a slice
         return carry
-    if body is None or evaluate is None or not state.context.layout.has_rows(state.batch):
+    if to_whole_loss is None or not state.context.layout.has_rows(state.batch):
         raise ValueError(
             "losses.over_batch: expected a Microbatches around one stage `loss`, without a scope of your own between "
             "them, and batches whose examples are along the first dimension (batch_dim=0, no splitter): otherwise the "
             "outputs of all slices cannot be put together; leave out microbatches"
         )
+    until_loss, evaluate = to_whole_loss
     current = carry
     outputs, targets, sizes = [], [], []
     for fields, size in _slices(state, cut, shared):
-        current = body(Carry(current.state.replace(**fields), current.used), purpose._replace(watch=None))
+        current = until_loss(Carry(current.state.replace(**fields), current.used), purpose._replace(watch=None))
         outputs.append(current.state.outputs)
         targets.append(targets_of_loss(current.state))
         sizes.append(size)
