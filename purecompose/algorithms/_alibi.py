@@ -61,8 +61,7 @@ def alibi(
         train_sequence_length_scaling: s, in (0, 1], the factor by which the length of sequences for training is
             multiplied. The number of sequences grows accordingly, so that a batch has the same number of tokens. 1
             leaves batches unchanged. The resulting length should be at least 128 tokens, 256 to be safe.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
-            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 
     Raises:

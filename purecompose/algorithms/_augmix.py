@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,16 +26,8 @@ from purecompose.time.predicates import NEVER, on
 _MAX_DEPTH = 3
 _PIECE = 2**18  # number of values mixed at a time in eager mode, so that their floats fit into the cache
 ALPHA = Within(0, above=True, hint="1 draws shares uniformly")
-DEPTH = Within(-1, hint="-1 draws 1, 2 or 3 for each chain")
 
-
-def _checked_depth(depth: Any, where: str) -> int:
-    if DEPTH.whole(depth, where) == 0:
-        raise ValueError(f"{where}: expected at least 1 operation in a chain, got 0; {DEPTH.hint}")
-    return depth
-
-
-Depth: TypeAlias = Annotated[int, _checked_depth]
+Depth: TypeAlias = Annotated[int, Within(-1, hint="-1 draws 1, 2 or 3 for each chain")]
 Width: TypeAlias = Annotated[int, Within(1)]
 
 
@@ -63,8 +55,7 @@ def augmix_batch(
         Images of the shape and dtype of `images`.
 
     Raises:
-        TypeError, ValueError: See `randaugment_batch`. Also: a depth of 0 or below -1, a width below 1, or an `alpha`
-            that is not positive.
+        TypeError, ValueError: See `randaugment_batch`.
 
     Example:
         >>> from purecompose.random import key
@@ -119,7 +110,7 @@ def augmix(
     Args:
         severity: The greatest strength of the operations, in [0, 10]. An `hparam` or a schedule may be given. With the
             number 0 the algorithm never matches.
-        depth: The number of operations in a chain; -1 draws 1, 2 or 3 for each chain.
+        depth: The number of operations in a chain; -1 draws 1, 2 or 3 for each chain, 0 leaves images unchanged.
         width: The number of chains that are mixed.
         alpha: The parameter of the Dirichlet and Beta distributions, above 0; an `hparam` or a schedule may be given.
         augmentation_set: "all", "safe" or "original", or names of operations.
@@ -169,7 +160,7 @@ def _chains(
     # The chains are concatenated along the batch. Operations and depths are drawn separately for each chain, so that an
     # image's chains are independent.
     chains = stored.repeat(width, *[1] * (stored.ndim - 1))
-    if depth > 0:
+    if depth >= 0:
         for step in range(depth):
             chains = one_operation_each(rng.named(step), chains, scale, primitives, severity, num_groups=width)
         return list(chains.split(num))

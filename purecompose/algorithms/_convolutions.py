@@ -54,8 +54,7 @@ def blurpool(
             as in the paper, which multiplies the cost of the convolution by the product of the strides.
         min_channels: The least number of input channels of a convolution that is replaced; with 16, convolutions of
             the image itself are not.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
-            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 
     Raises:
@@ -121,8 +120,7 @@ def squeeze_excite(
         latent_channels: The hidden width: an integer of at least 1, or, if below 1, a share of the convolution's output
             channels, rounded down. The authors recommend 64 or more.
         min_channels: The least number of input channels and of output channels of a convolution that is replaced.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
-            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm and of the draws of its weights.
 
     Warns:
@@ -165,8 +163,7 @@ def weight_standardization(
     Args:
         n_last_layers_ignore: The number of last convolutions, in order of definition, that are not changed, such as
             those that compute the network's output.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
-            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 
     Warns:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._support.checks import check_whole, shown
-from purecompose._support.device import sent
+from purecompose._support.checks import shown
 from purecompose.algorithms._mixup import check_mixable, draw_share, mixture_for, with_examples
 from purecompose.algorithms._parts.checks import WrittenField, chosen_fields, needed_rng
 from purecompose.algorithms._parts.images import are_maps, check_images
@@ -48,8 +47,8 @@ def cutmix_batch(
             (N, C, h, w), and numbers (N, h, w) whose size has the images' proportions.
         alpha: Both parameters of the Beta distribution from which the box's share of the area is drawn, at least 0; 0
             does not mix. The value of a (0-d) tensor is not checked.
-        bbox: The box itself, used instead of draws: (top, left, bottom, right), of which bottom and right are
-            exclusive. A tensor (4,), int64, is clipped to the image, and its values are not checked.
+        bbox: The box itself, used instead of draws: integers (top, left, bottom, right), or a tensor of them, of which
+            bottom and right are exclusive. It is clipped to the image.
         indices: (N,), int64, the partner of each example, used instead of a random order.
         uniform_sampling, interpolate_loss: See `cutmix`.
 
@@ -227,18 +226,10 @@ def _rng(key: Tensor | random.Rng | None) -> random.Rng:
 
 def _checked_box(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
     """Return the checked box, (4,), int64, on the images' device."""
-    if isinstance(bbox, Tensor):
-        if bbox.shape != (4,) or bbox.dtype.is_floating_point or bbox.dtype == torch.bool:
-            raise ValueError(f"cutmix_batch: bbox: expected integers of shape (4,), got {shown(bbox)}")
-        return bbox.to(images.device, torch.int64)
-    if not isinstance(bbox, Sequence) or len(bbox) != 4:
-        raise ValueError(f"cutmix_batch: bbox: expected (top, left, bottom, right), got {shown(bbox)}")
-    height, width = images.shape[2:]
-    for place, side, least, most in zip(
-        bbox, ("top", "left", "bottom", "right"), (0, 0, *bbox[:2]), 2 * (height, width), strict=True
-    ):
-        check_whole(place, f"cutmix_batch: bbox: {side}", least, most, hint="a box lies inside the image")
-    return sent(bbox, torch.int64, images.device)
+    box = bbox if isinstance(bbox, Tensor) else torch.tensor(bbox)
+    if box.shape != (4,) or box.dtype.is_floating_point or box.dtype == torch.bool:
+        raise ValueError(f"cutmix_batch: bbox: expected integers (top, left, bottom, right), got {shown(bbox)}")
+    return box.to(images.device, torch.int64)
 
 
 def _are_maps(targets: Tensor, images: Tensor) -> bool:

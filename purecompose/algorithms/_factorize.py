@@ -55,8 +55,7 @@ def factorize(
             below 1, a share of the smaller of its numbers of input and output channels, rounded down, at least 1.
         min_features: As `min_channels`, for the features of linear layers.
         latent_features: As `latent_channels`, for the features of linear layers.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
-            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 
     Warns:

@@ -65,8 +65,7 @@ def gated_linear_units(
             By default, each block keeps its activation.
         gated_layer_bias: Give G a bias.
         non_gated_layer_bias: Give N a bias.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
-            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm and of the draws of new weights.
 
     Raises:

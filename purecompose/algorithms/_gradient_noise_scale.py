@@ -1,6 +1,6 @@
 """Gradient noise scale: reports the batch size beyond which more examples hardly improve a step."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ _FEWEST = 4
 
 
 class NoiseScale(NamedTuple):
-    """Slot of `gradient_noise_scale`; all fields are 0-d, float64 if any parameter is, else float32; see `averaged`."""
+    """Slot of `gradient_noise_scale`; all fields are 0-d, float64 if any parameter is, else float32."""
 
     squared_norm: Tensor
     """Sum of the estimates of |G|^2 with decaying weights; changes at AFTER_TRAIN_BATCH, as do the other fields."""
@@ -47,14 +47,8 @@ class _Parts(NamedTuple):
     """Sum of t^2 / b."""
 
 
-class _Norms(NamedTuple):
-    """Squared norms at two batch sizes, and whether they can be used; all 0-d."""
-
-    small: Tensor
-    big: Tensor
-    small_size: Tensor
-    big_size: Tensor
-    is_known: Tensor
+_Norms: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The arguments of `estimate_noise`: squared norms at two batch sizes, and the sizes; all 0-d."""
 
 
 @checked
@@ -97,15 +91,6 @@ def critical_batch_size(squared_norm: Tensor, trace: Tensor) -> Tensor:
     is_seen = squared_norm > 0
     found = torch.where(is_seen, trace.clamp(min=0) / torch.where(is_seen, squared_norm, 1), torch.inf)
     return torch.where(squared_norm.isnan() | trace.isnan(), torch.nan, found)
-
-
-def averaged(old: NoiseScale, squared_norm: Tensor, trace: Tensor, decay: float) -> NoiseScale:
-    """Return the moving sums with one more estimate; divided by their weight, they are means without a bias to 0."""
-    return NoiseScale(
-        decay * old.squared_norm + (1 - decay) * squared_norm,
-        decay * old.trace + (1 - decay) * trace,
-        decay * old.weight + (1 - decay),
-    )
 
 
 @factory
@@ -230,8 +215,8 @@ def _of_parts(parts: _Parts, state: State) -> _Norms | None:
         return None
     total = parts.terms
     big = norm_of(state.grads.values()).square().to(total)
-    sizes = total / parts.share, total * total / parts.squared_share
-    return _Norms(parts.squared_norm / total, big, *sizes, parts.num_parts > 1)
+    small_size = torch.where(parts.num_parts > 1, total / parts.share, torch.nan)  # one part gives no estimate
+    return parts.squared_norm / total, big, small_size, total * total / parts.squared_share
 
 
 def _of_half(state: State) -> _Norms | None:
@@ -249,14 +234,14 @@ def _of_half(state: State) -> _Norms | None:
     grads = {key: state.grads[key] for key in half}
     big = norm_of(grads.values()).square()
     apart = norm_of([half[key] - grads[key] for key in half]).square()
-    sizes = as_scalar(size, big.dtype, big.device), as_scalar(num, big.dtype, big.device)
-    return _Norms(big + apart, big, *sizes, torch.ones_like(big, dtype=torch.bool))
+    return big + apart, big, as_scalar(size, big.dtype, big.device), as_scalar(num, big.dtype, big.device)
 
 
 def _with_estimate(own: NoiseScale, norms: _Norms, decay: float) -> NoiseScale:
-    """Return the averages with an estimate, or unchanged if the estimate cannot be used or is not finite."""
-    estimates = estimate_noise(norms.small, norms.big, norms.small_size, norms.big_size)
-    squared_norm, trace = (estimate.to(own.weight) for estimate in estimates)
-    is_good = norms.is_known.to(own.weight.device) & squared_norm.isfinite() & trace.isfinite()
-    new = averaged(own, squared_norm, trace, decay)
-    return NoiseScale(*[torch.where(is_good, a, b) for a, b in zip(new, own, strict=True)])
+    """Return the moving sums with one more estimate, or unchanged if it is not finite."""
+    squared_norm, trace = (estimate.to(own.weight) for estimate in estimate_noise(*norms))
+    is_good = squared_norm.isfinite() & trace.isfinite()
+    # Sums of weights, too: divided by them, the sums are means without a bias to 0.
+    latest = squared_norm, trace, torch.ones_like(own.weight)
+    pairs = zip(own, latest, strict=True)
+    return NoiseScale(*[torch.where(is_good, decay * old + (1 - decay) * new, old) for old, new in pairs])

@@ -48,8 +48,7 @@ def ghost_batchnorm(
 
     Args:
         ghost_batch_size: The greatest number of examples that are normalised together, 16 to 64 in the papers.
-        where: Pattern or patterns (`fnmatch`) of the names of modules to change, including their submodules, such as
-            "student.*"; by default all except parts without trainable parameters, such as a frozen teacher.
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 
     Raises:

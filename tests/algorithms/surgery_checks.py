@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, optim, surgery, to_module, tree
+from purecompose import Algorithm, Event, State, compose, loop_events, losses, optim, surgery, to_module, tree
 
 
 def make_state(net: nn.Module, *, key: int = 0, **options: Any) -> State:
@@ -116,15 +116,3 @@ def check_keeps_all(state: State, method: Algorithm, *, dropped: Collection[str]
     again, second = applied(after, method)  # warnings are errors, so it does not warn
     assert again is after and not second.replaced
     return after, report
-
-
-def check_at_init(method: Algorithm, net: nn.Module) -> State:
-    """Return the state after INIT; check that checkpoints require the method and that a second INIT has no effect."""
-    assert Trait.REQUIRED_ON_LOAD in method.traits
-    step = compose(loop_events, [method])
-    state = make_state(net)
-    once = step.init(state)
-    assert once.model != state.model
-    again = step.init(once)
-    assert again.model == once.model and not tree.diff(again, once)
-    return once

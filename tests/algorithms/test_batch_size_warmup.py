@@ -56,11 +56,6 @@ def test_sizes_are_those_of_exact_arithmetic_and_never_fall(total, batch_size, d
     assert multiple is not None or len(set(sizes)) <= 8
 
 
-def test_by_default_a_batch_grows_by_eighths_of_equal_duration():
-    sizes = [warmup_batch_size(number / 700, 256) for number in range(240)]
-    assert sizes == [size for size in range(32, 256, 32) for _ in range(30)] + [256] * 30
-
-
 # In a run
 
 
@@ -80,11 +75,6 @@ def test_a_step_is_a_step_on_the_first_examples():
     expected = {n: p.detach() - helpers.LR * g for (n, p), g in zip(net.named_parameters(), grads, strict=True)}
     torch.testing.assert_close(after.params, expected)
     torch.testing.assert_close(after.loss, loss.detach())
-
-
-def test_time_counts_the_loaders_batches():
-    _, states = run([batch_size_warmup(1.0, 0.1, 1)], 3)
-    assert [(state.timestamp.batch, state.timestamp.sample) for state in states] == [(n, 20 * n) for n in range(4)]
 
 
 def test_all_per_example_members_are_cut_and_the_others_are_kept():
@@ -122,14 +112,6 @@ def test_it_comes_before_selective_backprop_and_mixing(place):
     assert plan.order(Event.AFTER_DATALOADER) == ("batch_size_warmup", "sb", "mixup")
     seen, _ = run(methods, 1)
     assert sizes_of(seen) == [4]  # half of eight
-
-
-def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
-    share = pc.schedule.linear(0.125, 1.0, t_max="0.3dur")
-    run_length = helpers.make_state(duration="700ba").timestamp.run
-    for number in range(240):
-        now = pc.time.Timestamp(batch=number, run=run_length)
-        assert warmup_batch_size(number / 700, 7000, multiple=1) == pytest.approx(7000 * share(now), abs=1)
 
 
 # Refused settings

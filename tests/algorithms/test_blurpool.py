@@ -18,7 +18,6 @@ from purecompose.algorithms.functional import blur_2d, blurmax_pool2d
 from purecompose.nn.layers import BlurConv2d, BlurMaxPool2d
 from tests.algorithms.surgery_checks import (
     applied,
-    check_at_init,
     check_keeps_all,
     check_leaves,
     hooked,
@@ -32,8 +31,6 @@ from tests.algorithms.surgery_checks import (
 
 
 FILTER = np.outer([1, 2, 1], [1, 2, 1]) / 16
-UNTYPED: Any = blurpool
-UNTYPED_LAYER: Any = BlurConv2d
 SEEDS = st.integers(0, 99)
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(1, 8))
 STEPS = st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -246,10 +243,3 @@ def test_the_state_after_surgery_computes_what_the_layers_do(seed, dtype, is_fir
 
 
 # The method
-
-
-def test_the_method_is_the_surgery_at_init():
-    method = blurpool(min_channels=1)
-    assert repr(method) == "blurpool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=1)"
-    assert blurpool(name="b").name == "b"
-    assert "0.conv.weight" in check_at_init(method, make_net()).params

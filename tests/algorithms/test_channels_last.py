@@ -65,31 +65,6 @@ def test_values_are_kept_and_the_format_lasts_through_steps(optimizer: Any):
     torch.testing.assert_close(before.forward(make_batch()[0]), after.forward(make_batch()[0]))
 
 
-def test_the_optimizers_groups_are_kept():
-    optimizer = pc.optim.sgd(0.1, momentum=0.9, groups={"0.weight": {"momentum": 0.0}, "*.bias": {"lr": 0.5}})
-    before = make_state(optimizer)
-    after = compose(loop_events, [channels_last()]).init(before)
-    assert after.optimizer is before.optimizer and "0.weight" not in after.opt_state["momentum"]
-    plain, step = compose(loop_events), compose(loop_events, [channels_last()])
-    assert_close(step(after, make_batch()).params, plain(before, make_batch()).params)
-
-
-def test_gradients_are_those_of_the_usual_form():
-    plain, step = compose(loop_events), compose(loop_events, [channels_last()])
-    first, second = plain.fold(make_state(), make_batch()), step.fold(step.init(make_state()), make_batch())
-    assert first.grads is not None and second.grads is not None
-    assert_close(first.grads, second.grads)
-
-
-def test_compiled_steps_keep_the_form_in_one_variant():
-    step = pc.compile(compose(loop_events, [channels_last()]), backend="eager", quiet=True)
-    state = step.init(make_state())
-    for seed in range(3):
-        state = step(state, make_batch(seed))
-    assert len(step.variants()) == 1
-    assert state.params["0.weight"].stride() == (27, 1, 9, 3)
-
-
 def test_it_comes_after_methods_that_change_the_model():
     methods = [channels_last(), no_op_model(), squeeze_excite(2, 4)]
     ordered = compose(loop_events, methods).order(methods, pc.Event.INIT)

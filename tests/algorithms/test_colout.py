@@ -205,23 +205,6 @@ def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
 # Errors
 
 
-def test_bad_arguments_of_the_core_are_refused():
-    images, key = torch.zeros(4, 1, 8, 8), random.key(0)
-    with pytest.raises(TypeError, match="inputs: expected a tensor of images"):
-        colout_batch(key, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    with pytest.raises(ValueError, match=r"got shape \(8, 8\)"):
-        colout_batch(key, images[0, 0])
-    with pytest.raises(TypeError, match="colout_batch: expected a key"):
-        colout_batch(torch.zeros(2), images)
-    with pytest.raises(ValueError, match="resize_target=True, but there are no targets"):
-        colout_batch(key, images, resize_target=True)
-    with pytest.raises(TypeError, match=r"expected a tensor as target, got \['a'\] \(list\)"):
-        colout_batch(key, images, ["a"], resize_target=True)
-    for target in (torch.zeros(4), torch.zeros(4, 8, 7), torch.zeros(())):
-        with pytest.raises(ValueError, match="expected a target with the height and width of the images"):
-            colout_batch(key, images, target, resize_target=True)
-
-
 def test_a_step_names_the_target_that_does_not_fit():
     step = compose(loop_events, [colout(name="mine")])
     with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), got float32\[4, 4\]"):

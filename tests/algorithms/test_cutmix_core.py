@@ -120,18 +120,6 @@ def test_an_empty_box_changes_nothing(seed, alpha):
     assert torch.equal(mixture.soft(torch.zeros(5, 4)), F.one_hot(targets, 4).float())
 
 
-@given(SEEDS, SETTINGS)
-def test_partners_that_are_the_examples_change_nothing_and_rows_sum_to_one(seed, settings):
-    images, targets = make_images((5, 2, 4, 6)), torch.tensor([0, 1, 1, 3, 2])
-    outputs = torch.zeros(5, 4)
-    mixed, mixture = cutmix_batch(random.key(seed), images, targets, indices=torch.arange(5), **settings)
-    assert torch.equal(mixed, images) and isinstance(mixture, Mixture)
-    torch.testing.assert_close(mixture.soft(outputs), F.one_hot(targets, 4).float())
-    _, mixture = cutmix_batch(random.key(seed), images, targets, **settings)
-    assert isinstance(mixture, Mixture)
-    torch.testing.assert_close(mixture.soft(outputs).sum(1), torch.ones(5))
-
-
 @given(SEEDS, st.lists(st.integers(0, 5), min_size=4, max_size=4), st.booleans())
 def test_a_given_box_is_taken(seed, places, as_tensor):
     top, bottom, left, right = *sorted(places[:2]), *sorted(places[2:])
@@ -222,42 +210,3 @@ def test_gradients_go_back_to_where_the_pixels_come_from():
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "says"),
-    [
-        ({"bbox": (0, 0, 1)}, ValueError, "top, left, bottom, right"),
-        ({"bbox": (0, 0, 4, 1)}, ValueError, r"bottom: expected an int in \[0, 3\], got 4"),
-        ({"bbox": (2, 0, 1, 1)}, ValueError, r"bottom: expected an int in \[2, 3\], got 1"),
-        ({"bbox": (-1, 0, 1, 1)}, ValueError, "top"),
-        ({"bbox": (0, 0.5, 1, 1)}, TypeError, "left: expected an int"),
-        ({"bbox": torch.zeros(3, 4, dtype=torch.long)}, ValueError, r"shape \(4,\), got"),
-        ({"bbox": torch.zeros(4)}, ValueError, "integers"),
-        ({"indices": torch.arange(3)}, ValueError, "permutation of shape"),
-    ],
-)
-def test_bad_arguments_are_refused(settings, error, says):
-    with pytest.raises(error, match=says):
-        cutmix_batch(random.key(0), torch.zeros(2, 1, 3, 3), torch.arange(2), **settings)
-
-
-def test_inputs_that_cannot_be_cut_are_refused():
-    images, targets, masks = torch.zeros(2, 1, 3, 3), torch.arange(2), torch.zeros(2, 3, 3, dtype=torch.long)
-    key = random.key(0)
-    with pytest.raises(TypeError, match=r"expected images, one tensor \(N, C, H, W\), got float32\[2, 3\]"):
-        cutmix_batch(key, torch.zeros(2, 3), targets)
-    with pytest.raises(TypeError, match="when bbox or indices are left out, got None"):
-        cutmix_batch(None, images, targets, bbox=(0, 0, 1, 1))
-    with pytest.raises(TypeError, match="when bbox or indices are left out, got None"):
-        cutmix_batch(None, images, targets, indices=targets)
-    with pytest.raises(TypeError, match="got list"):
-        cutmix_batch(key, images, [0, 1])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="cutmix_batch: .* inputs of 2 examples and targets of 3"):
-        cutmix_batch(key, images, torch.arange(3))
-    with pytest.raises(ValueError, match="cutmix_batch: .* inputs of 2 examples and targets of 3"):
-        cutmix_batch(key, images, torch.zeros(3, 3, 3, dtype=torch.long))
-    with pytest.raises(
-        ValueError, match=r"interpolate_loss=True: expected one target per image, got shape \(2, 3, 3\), one"
-    ):
-        cutmix_batch(key, images, masks, interpolate_loss=True)

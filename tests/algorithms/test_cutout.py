@@ -214,12 +214,6 @@ def test_a_step_refuses_inputs_that_are_not_images_and_read_only_keys():
         cutout(input_field=lambda batch: batch[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.complex64, torch.int64])
-def test_images_may_have_any_dtype(dtype: torch.dtype) -> None:
-    covered = cutout_batch(random.key(0), ones(2, 3, 8, 8).to(dtype), length=0.5)
-    assert covered.dtype == dtype and (covered == 0).any() and (covered == 1).any()
-
-
 def test_a_mapping_in_place_of_images_is_refused_with_its_keys():
     class Own(nn.Module):
         """A model that is called with the whole batch, as those of transformers are."""

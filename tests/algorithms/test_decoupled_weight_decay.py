@@ -104,11 +104,6 @@ def test_names_are_those_of_the_network_after_surgery(turn: int) -> None:
         started("0.weight")
 
 
-def test_without_matching_weights_the_step_is_the_optimizers() -> None:
-    ours = after(decoupled_weight_decay(0.1, min_dims=9), optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}}))
-    assert_same(ours.params, after([], optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}})).params)
-
-
 @pytest.mark.parametrize("method", [alg.skip_nonfinite(), alg.loss_scaling()], ids=lambda method: method.name)
 @pytest.mark.parametrize("turn", [1, -1])
 def test_a_step_that_is_skipped_decays_nothing(method: Any, turn: int) -> None:

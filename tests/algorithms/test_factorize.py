@@ -184,25 +184,6 @@ def test_layers_of_zeros_and_of_a_low_rank_train(rank: int):
         assert (thin.second.weight.grad.flatten(1).norm(dim=0) > 1e-2).all()
 
 
-def test_a_network_that_begins_with_zeros_trains():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
-            nn.init.zeros_(self.inner.weight)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x + self.inner(x))
-
-    step = compose(loop_events, [factorize(min_features=8, latent_features=2)])
-    state = step.init(make_state(Block()))
-    batch = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
-    for _ in range(3):
-        state = step(state, batch)
-    product: Any = pc.to_module(state).inner
-    assert product.weight.abs().max() > 1e-3
-
-
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
 def test_factors_are_contiguous(width, out, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,6 @@ from purecompose import compose, loop_events
 from purecompose.algorithms import ghost_batchnorm
 from purecompose.nn.layers import GhostBatchNorm
 from tests.algorithms.surgery_checks import (
-    check_at_init,
     check_keeps_all,
     check_leaves,
     hooked,
@@ -212,13 +211,6 @@ def test_layers_with_own_forwards_or_hooks_are_kept():
 
 
 # The method
-
-
-def test_the_method_is_the_surgery_at_init():
-    method = ghost_batchnorm(2)
-    assert repr(method) == "ghost_batchnorm(ghost_batch_size=2)"
-    assert ghost_batchnorm(name="b").name == "b"
-    assert "1.batchnorm.weight" in check_at_init(method, make_net()).params
 
 
 def test_means_over_all_batches_are_refused():

@@ -77,14 +77,8 @@ def assert_as_whole(sizes: list[int], *others, optimizer=OPTIMIZERS[0], make_sta
 
 
 @each_optimizer
-@pytest.mark.parametrize("sizes", [[6, 6], [4, 4, 4], [3, 3, 3, 3]], ids=str)
-def test_batches_of_one_size_train_as_the_whole(sizes, optimizer):
-    assert_as_whole(sizes, optimizer=optimizer)
-
-
-@each_optimizer
-@pytest.mark.parametrize("sizes", [[1, 11], [7, 2, 3], [5, 1, 4, 2]], ids=str)
-def test_unequal_batches_weigh_their_examples(sizes, optimizer):
+@pytest.mark.parametrize("sizes", [[6, 6], [4, 4, 4], [1, 11], [7, 2, 3], [5, 1, 4, 2]], ids=str)
+def test_batches_weigh_their_examples_and_train_as_the_whole(sizes, optimizer):
     assert_as_whole(sizes, optimizer=optimizer)
 
 
@@ -222,15 +216,6 @@ def test_weight_decay_and_schedules_act_only_in_updates_at_their_time():
         assert param.grad is not None
         expected = start.params[name] - 0.4 * 0.75 * param.grad
         torch.testing.assert_close(state.params[name], expected, rtol=1e-6, atol=1e-9)
-
-
-def test_batch_statistics_count_every_batch():
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    step = compose(loop_events, [gradient_accumulation(3)])
-    state = started(step, helpers.make_state(net))
-    for number in range(1, 4):
-        state = step(state, helpers.make_batch())
-        assert state.buffers["1.num_batches_tracked"].item() == number
 
 
 # With other methods

@@ -109,11 +109,6 @@ def test_a_network_without_dropout_layers_is_warned_about(net):
     assert tree.equal(step(state, make_batch()).params, plain(make_state(net), make_batch()).params)
 
 
-def test_a_network_that_is_a_dropout_layer_is_replaced_too():
-    _, state = started(nn.Dropout(), gyro_dropout())
-    assert isinstance(state.model.module, GyroDropout)
-
-
 # Numbers
 
 

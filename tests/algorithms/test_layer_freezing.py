@@ -1,6 +1,5 @@
 """Layer freezing: which layers are frozen when, against manual loops, and with other methods."""
 
-import functools
 from fractions import Fraction
 
 import pytest
@@ -15,7 +14,6 @@ from purecompose import Algorithm, Event, State, compose, loop_events, losses, o
 from purecompose.algorithms._gradient_norm import gradient_norm
 from purecompose.algorithms._layer_freezing import frozen_layers, frozen_share, layer_freezing, layers_of
 from purecompose.algorithms._loss_scaling import loss_scaling
-from purecompose.nn import models
 from purecompose.time import Timestamp
 from tests.algorithms import method_helpers as helpers
 
@@ -168,15 +166,6 @@ def test_a_parametrized_module_with_children_comes_before_them():
     ]
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet20", "gpt"])
-def test_every_parameter_is_in_one_layer_by_the_states_name(name):
-    net = models.build(name, in_shape=(8,) if name == "gpt" else (3, 8, 8), num_classes=10, seed=0)
-    state = make_state(net)
-    layers = layers_of(net)
-    assert sorted(key for layer in layers for key in layer) == sorted(state.params)
-    assert layers_of(state.model.module, state.context.frozen) == layers
-
-
 # In a run
 
 
@@ -249,14 +238,6 @@ def test_depth_and_share_are_reported():
         assert state.metrics["f/percentage_frozen"].item() == pytest.approx(share)
 
 
-def test_nothing_is_paused_after_an_outer_event():
-    pausing = Algorithm(
-        "pausing", on(Event.EPOCH_START), lambda _, s: s.replace(paused=frozenset({"0.bias"})), host=True
-    )
-    state = compose(loop_events, [pausing]).fire("epoch_start", make_state())
-    assert not state.context.paused and state.context.trainable == tuple(state.params)
-
-
 def test_parameters_frozen_by_the_user_stay_frozen_and_do_not_count():
     net = four_layers()
     net[0].requires_grad_(False)
@@ -273,21 +254,6 @@ def test_statistics_of_frozen_layers_are_still_updated():
     assert all(torch.equal(before.params[name], after.params[name]) for name in ("1.weight", "1.bias"))
     assert after.buffers["1.num_batches_tracked"] == before.buffers["1.num_batches_tracked"] + 1
     assert not torch.equal(after.buffers["1.running_mean"], before.buffers["1.running_mean"])
-
-
-def test_a_tied_embedding_trains_as_long_as_its_last_place():
-    ids = torch.randint(5, (12, 4), generator=torch.Generator().manual_seed(0))
-    step = compose(loop_events, [layer_freezing(0, num_stages=None)])
-
-    def loss(outputs, targets, reduction="mean"):
-        return F.cross_entropy(outputs.mT, targets, reduction=reduction)
-
-    states = [make_state(Parted(), "10ba", loss=loss)]
-    for _ in range(10):
-        states.append(step(states[-1], (ids, ids)))
-    found = constant_from(states)  # of three layers: token, norm, first
-    assert (found["token"], found["norm.weight"], found["first.weight"]) == (4, 7, 10)
-    assert found["embedding.weight"] == found["head.bias"] == 10
 
 
 def test_a_longer_run_thaws_layers_that_are_not_yet_due():
@@ -323,27 +289,6 @@ def test_other_methods_only_see_gradients_of_training_layers(microbatches):
         reported = {name.partition("/")[2] for name in state.metrics if name.startswith("gradient_norm/")}
         assert reported == names and state.metrics["loss_scaling/skipped"] == 0
     assert [constant_from(states)[layer[0]] for layer in LAYERS] == [7, 14, 20, 20]
-
-
-@pytest.mark.parametrize("optimizer", [optim.adamw(0.01), optim.sgd(0.1)])
-def test_no_optimizer_changes_frozen_layers(optimizer):
-    states = run([layer_freezing(0, num_stages=None)], make_state(optimizer=optimizer))
-    assert [constant_from(states)[layer[0]] for layer in LAYERS] == [7, 14, 20, 20]
-
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_a_compiled_step_has_a_variant_for_each_depth(donate):
-    method = layer_freezing(0, num_stages=4)
-    make = functools.partial(pc.compile, backend="eager", quiet=True, donate=donate)
-    fast = make(compose(loop_events, [method]))
-    ours = run([method], make_state(), make=lambda step: fast)[-1].unleased()
-    theirs = run([method], make_state())[-1]
-    torch.testing.assert_close(ours.params, theirs.params)
-    torch.testing.assert_close(ours.opt_state, theirs.opt_state)
-    assert ours.context == theirs.context and not ours.context.paused
-    # Depths 0, 1 and 2 of three, each with less to compute.
-    sizes = [variant.nodes for variant in fast.variants()]
-    assert len(sizes) == 3 and sizes[0] > sizes[1] > sizes[2]
 
 
 # Refused settings

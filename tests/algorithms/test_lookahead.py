@@ -62,19 +62,6 @@ def test_it_equals_a_manual_loop_around_torchs_optimizer(mine, torchs, settings,
             torch.testing.assert_close(slow_of(state)[name], low, rtol=1e-10, atol=1e-12)
 
 
-def test_between_synchronisations_steps_are_plain_and_the_slot_is_unchanged():
-    plain, step = compose(loop_events), compose(loop_events, [lookahead(0.5, 3)])
-    state = started(step, helpers.make_state())
-    for number, batch in enumerate(BATCHES, start=1):
-        before, state = state, step(state, batch)
-        alone = plain(before, batch)
-        if number % 3:
-            assert tree.equal((alone.params, slow_of(before)), (state.params, slow_of(state)))
-        else:
-            assert tree.equal(slow_of(state), state.params) and not tree.equal(alone.params, state.params)
-        assert tree.equal(alone.opt_state, state.opt_state)
-
-
 def test_alpha_0_undoes_all_training_and_alpha_1_never_matches():
     step = compose(loop_events, [lookahead(0.0, 1)])
     start = started(step, helpers.make_state())
@@ -90,12 +77,6 @@ def test_the_points_between_are_exact_at_both_ends():
     torch.testing.assert_close(pull_back(slow, fast, torch.tensor(0.25))["b"], torch.tensor(1.75))
     with pytest.raises(KeyError, match="v"):
         pull_back({"v": torch.ones(1)}, fast, 0.5)
-
-
-def test_the_slot_begins_with_the_weights_at_init():
-    state = compose(loop_events, [lookahead()]).init(helpers.make_state())
-    assert tree.equal(slow_of(state), state.params)
-    assert all(slow_of(state)[name] is not param for name, param in state.params.items())
 
 
 @pytest.mark.parametrize("average", [alg.ema(smoothing=0.0, name="mean"), alg.swa(0.0, 1.0, "1ba", name="mean")])

@@ -154,16 +154,6 @@ def test_if_one_of_two_methods_mixes_losses_both_do(order):
         assert not torch.isclose(expected, (outputs - first).square().mean(), rtol=1e-3)
 
 
-@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=" ".join)
-@pytest.mark.parametrize("interpolate_loss", [False, True])
-def test_microbatches_mix_like_the_whole_batch(order, interpolate_loss):
-    algorithms = make_algorithms(order, interpolate_loss=interpolate_loss, per_example=True)
-    for k in (2, 4, 6):
-        step = compose(loop_events, algorithms, passes=(), microbatches=k)
-        state = step.init(image_state())
-        assert_is(step(state, make_batch()), closed_form(state, order, make_batch(), True))
-
-
 class SeveralOutputs(nn.Module):
     """A network that returns class scores twice, beside other numbers."""
 

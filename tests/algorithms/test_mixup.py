@@ -190,27 +190,6 @@ def test_alpha_may_be_an_hparam_or_a_schedule():
 # Errors
 
 
-def test_bad_arguments_of_the_core_are_refused():
-    inputs, targets = make_batch()
-    key = random.key(0)
-    with pytest.raises(ValueError, match="alpha: .* got -1"):
-        mixup_batch(key, inputs, targets, alpha=-1)
-    with pytest.raises(ValueError, match=r"mixing: .* got 1\.5"):
-        mixup_batch(key, inputs, targets, mixing=1.5)
-    with pytest.raises(ValueError, match="permutation of shape"):
-        mixup_batch(key, inputs, targets, indices=torch.arange(3))
-    with pytest.raises(TypeError, match="got None"):
-        mixup_batch(None, inputs, targets, mixing=0.5)
-    with pytest.raises(TypeError, match="expected a key"):
-        mixup_batch(torch.zeros(2), inputs, targets)
-    with pytest.raises(TypeError, match="got dict; select it with input_field"):
-        mixup_batch(key, {"image": inputs}, targets)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="0-d"):
-        mixup_batch(key, torch.tensor(1.0), targets)
-    with pytest.raises(TypeError, match="got list"):
-        mixup_batch(key, inputs, [1, 2])  # pyright: ignore[reportArgumentType]
-
-
 def test_a_loss_inside_the_model_is_refused_at_init():
     state = make_state(loss=losses.model_loss)
     with pytest.raises(TypeError, match="my_mixup: .*ModelLoss"):

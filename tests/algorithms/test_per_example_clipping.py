@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, surgery, tree
+from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, tree
 from purecompose.algorithms._gradient_accumulation import gradient_accumulation
 from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._gradient_noise_scale import gradient_noise_scale
@@ -329,19 +329,6 @@ def test_layers_that_treat_examples_separately_are_accepted():
     each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(5)]
     found = ended([per_example_clipping(0.3)], helpers.make_state(net, eval_mode=["5"]), (inputs, targets))
     assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
-
-
-@pytest.mark.parametrize("clip_first", [True, False])
-def test_surgery_may_remove_batch_normalisation(clip_first):
-    def operate(event: Event, state: State) -> State:
-        del event
-        rules: surgery.Rules = {nn.BatchNorm2d: lambda norm, site: nn.GroupNorm(1, norm.num_features)}
-        return surgery.operate(state, rules, name="group_norm")[0]
-
-    both = [per_example_clipping(1.0), Algorithm("group_norm", on(Event.INIT), operate)]
-    net = normed(nn.BatchNorm2d(2))
-    after = helpers.one_step(both if clip_first else both[::-1], helpers.make_state(net), IMAGES)
-    assert after.loss is not None and after.loss.isfinite()
 
 
 @pytest.mark.parametrize("write", [lambda own, x: own.add_(x.mean(0)), lambda own, x: own[:1].copy_(x.mean()[None])])

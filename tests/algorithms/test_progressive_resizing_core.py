@@ -208,22 +208,6 @@ def test_by_default_targets_of_the_images_size_are_masks():
 # Errors
 
 
-def test_bad_arguments_of_the_core_are_refused():
-    images = torch.rand(2, 3, 8, 8)
-    with pytest.raises(TypeError, match="expected a key for mode='crop', .*got None"):
-        resize_batch(None, images, None, 0.5, mode="crop")
-    with pytest.raises(ValueError, match="scale_factor"):
-        resize_batch(KEY, images, None, 0)
-    with pytest.raises(TypeError, match=r"expected images.*got float32\[8, 8\]"):
-        resize_batch(KEY, images[0, 0], None, 0.5)
-    with pytest.raises(TypeError, match="expected masks.*NoneType"):
-        resize_batch(KEY, images, None, 0.5, resize_targets=True)
-    with pytest.raises(ValueError, match="no height and width"):
-        resize_batch(KEY, images, torch.arange(2), 0.5, resize_targets=True)
-    with pytest.raises(ValueError, match="mode: expected 'resize' or 'crop', got 'pad'"):
-        resize_batch(KEY, images, None, 2, mode="pad")  # pyright: ignore[reportArgumentType]
-
-
 def test_whole_numbers_of_32_bits_keep_their_value_and_complex_ones_are_refused():
     inputs = torch.full((1, 1, 8, 8), 2**24 + 1, dtype=torch.int32)
     small, _ = resize_batch(None, inputs, None, 0.5, resize_targets=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from purecompose import algorithms as alg, optim, random
+from purecompose import algorithms as alg, losses, optim, random
 from purecompose.algorithms import FACTORIES, functional, images
 from purecompose.algorithms._parts.checks import (
     checked_field,
@@ -126,15 +126,20 @@ def test_all_arguments_of_methods_are_declared() -> None:
 
 
 IMAGES, KEY = torch.zeros(2, 3, 4, 4), random.key(0)
+LABELS, MASKS = torch.arange(2), torch.zeros(2, 4, 4, dtype=torch.int64)
 ANY: Any = alg
+CORE: Any = functional
 LAYERS: Any = layers
+
+
+def select(loss: Any, **settings: Any) -> Any:
+    return functional.select_using_loss(KEY, torch.zeros(2, 3), LABELS, lambda inputs: inputs, loss, **settings)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         # Settings that do not go together, or have their own check.
-        (lambda: alg.augmix(depth=0), ValueError, "depth: expected at least 1 operation in a chain"),
         (lambda: alg.blurpool(False, False), ValueError, "expected replace_convs or replace_maxpools, got neither"),
         (lambda: ANY.ema("1ba", smoothing=0.9), ValueError, "a half_life or a smoothing, got half_life='1ba' and"),
         (lambda: ANY.ema("0ba"), ValueError, "half_life=.*: expected a positive time"),
@@ -156,6 +161,47 @@ LAYERS: Any = layers
         (lambda: alg.stochastic_depth(drop_warmup=-0.1), ValueError, "stochastic_depth: drop_warmup"),
         (lambda: alg.swa(0.9, 0.9), ValueError, "expected end after start, got 0.9dur and 0.9dur"),
         # Cores.
+        (lambda: CORE.colout_batch(KEY, None), TypeError, "inputs: expected a tensor of images"),
+        (lambda: CORE.colout_batch(KEY, IMAGES[0, 0]), ValueError, r"got shape \(4, 4\)"),
+        (lambda: CORE.colout_batch(torch.zeros(2), IMAGES), TypeError, "colout_batch: expected a key"),
+        (lambda: CORE.colout_batch(KEY, IMAGES, resize_target=True), ValueError, "but there are no targets"),
+        (lambda: CORE.colout_batch(KEY, IMAGES, ["a"], resize_target=True), TypeError, r"got \['a'\] \(list\)"),
+        (lambda: CORE.colout_batch(KEY, IMAGES, LABELS, resize_target=True), ValueError, "the height and width of"),
+        (lambda: CORE.colout_batch(KEY, IMAGES, MASKS[..., :3], resize_target=True), ValueError, "the height and"),
+        (lambda: CORE.cutmix_batch(KEY, IMAGES, LABELS, bbox=(0, 0, 1)), ValueError, "top, left, bottom, right"),
+        (lambda: CORE.cutmix_batch(KEY, IMAGES, LABELS, bbox=(0, 0.5, 1, 1)), ValueError, "expected integers"),
+        (lambda: CORE.cutmix_batch(KEY, IMAGES, LABELS, bbox=torch.zeros(3, 4).long()), ValueError, "integers"),
+        (lambda: CORE.cutmix_batch(KEY, IMAGES, LABELS, indices=torch.arange(3)), ValueError, "permutation of shape"),
+        (lambda: CORE.cutmix_batch(KEY, torch.zeros(2, 3), LABELS), TypeError, r"\(N, C, H, W\), got float32\[2, 3\]"),
+        (lambda: CORE.cutmix_batch(None, IMAGES, LABELS, bbox=(0, 0, 1, 1)), TypeError, "bbox or indices are left out"),
+        (lambda: CORE.cutmix_batch(None, IMAGES, LABELS, indices=LABELS), TypeError, "bbox or indices are left out"),
+        (lambda: CORE.cutmix_batch(KEY, IMAGES, [0, 1]), TypeError, "got list"),
+        (lambda: CORE.cutmix_batch(KEY, IMAGES, torch.arange(3)), ValueError, "inputs of 2 examples and targets of 3"),
+        (lambda: CORE.cutmix_batch(KEY, IMAGES, MASKS, interpolate_loss=True), ValueError, "one target per image, got"),
+        (lambda: CORE.mixup_batch(KEY, IMAGES, LABELS, indices=torch.arange(3)), ValueError, "permutation of shape"),
+        (lambda: CORE.mixup_batch(None, IMAGES, LABELS, mixing=0.5), TypeError, "got None"),
+        (lambda: CORE.mixup_batch(torch.zeros(2), IMAGES, LABELS), TypeError, "expected a key"),
+        (lambda: CORE.mixup_batch(KEY, {"image": IMAGES}, LABELS), TypeError, "got dict; select it with input_field"),
+        (lambda: CORE.mixup_batch(KEY, torch.tensor(1.0), LABELS), TypeError, "0-d"),
+        (lambda: CORE.mixup_batch(KEY, IMAGES, [1, 2]), TypeError, "got list"),
+        (lambda: CORE.smooth_labels(MASKS[0].float(), LABELS), ValueError, "class indices .* or dense targets"),
+        (lambda: CORE.smooth_labels(MASKS[0].float(), torch.zeros(4)), ValueError, "integer dtype"),
+        (lambda: CORE.smooth_labels(MASKS[0].float(), [0] * 4), TypeError, "outputs and targets as tensors"),
+        (lambda: CORE.smooth_labels(torch.zeros(3, 1), torch.zeros(3, 1)), ValueError, "at least two"),
+        (lambda: CORE.smooth_labels(MASKS[0].float(), torch.arange(1, 5)), (RuntimeError, IndexError), "out of bounds"),
+        (
+            lambda: CORE.resize_batch(None, IMAGES, None, 0.5, mode="crop"),
+            TypeError,
+            "a key for mode='crop', .*got None",
+        ),
+        (lambda: CORE.resize_batch(KEY, IMAGES[0, 0], None, 0.5), TypeError, r"images.*got float32\[4, 4\]"),
+        (lambda: CORE.resize_batch(KEY, IMAGES, None, 0.5, resize_targets=True), TypeError, "expected masks.*NoneType"),
+        (lambda: CORE.resize_batch(KEY, IMAGES, LABELS, 0.5, resize_targets=True), ValueError, "no height and width"),
+        (lambda: CORE.choose_by_loss(KEY, torch.zeros(3, 2)), ValueError, r"got shape \(3, 2\)"),
+        (lambda: CORE.choose_by_loss(KEY, torch.zeros(0)), ValueError, r"got shape \(0,\)"),
+        (lambda: CORE.choose_by_loss(torch.zeros(2), torch.zeros(3)), TypeError, "expected a key"),
+        (lambda: select(lambda outputs, targets, reduction: outputs.sum()), ValueError, "one loss for each of 2"),
+        (lambda: select(losses.cross_entropy, scale_factor=0.5), ValueError, r"shape \(2, 3\)"),
         (lambda: functional.mixup_batch(KEY, IMAGES, IMAGES, mixing=torch.ones(3)), ValueError, "got .2,. and .3,."),
         (lambda: functional.blur_2d(IMAGES[0, 0]), ValueError, r"blur_2d: expected an input .* got shape \(4, 4\)"),
         (lambda: functional.blur_2d(IMAGES.int()), TypeError, "blur_2d: expected a floating input, got torch.int"),
@@ -173,7 +219,7 @@ LAYERS: Any = layers
         (lambda: LAYERS.SqueezeExciteConv2d(nn.Conv1d(2, 2, 1)), TypeError, "expected an nn.Conv2d, got Conv1d"),
     ],
 )
-def test_what_no_declaration_says_is_refused_too(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+def test_what_no_declaration_says_is_refused_too(call: Callable[[], Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         call()
 

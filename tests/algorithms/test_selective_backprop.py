@@ -84,16 +84,6 @@ def test_trains_on_what_the_function_selects():
         torch.testing.assert_close(after.params[name], (param - LR * grad).detach())
 
 
-@pytest.mark.parametrize("kind", ["index", "soft"])
-@given(num=st.integers(1, 12), keep=st.floats(0.05, 0.99))
-def test_selects_pairs_of_the_batch(kind, num, keep):
-    inputs, targets = make_batch(kind, num)
-    x, y = selected(always(keep=keep), make_state(), (inputs, targets))
-    rows = row_numbers(x, inputs)
-    assert len(rows) == max(1, int(keep * num)) == len(set(rows))
-    assert torch.equal(y, targets[rows])
-
-
 def test_the_same_rows_of_every_member_are_selected():
     inputs, targets = make_batch()
     mixture = Mixture.of(targets).mixed_with(torch.arange(10).flip(0), 0.25)
@@ -205,15 +195,6 @@ def test_keys_that_the_batch_lacks_are_refused_in_the_first_batch(keys):
     step = compose(loop_events, [selective_backprop(**keys)])
     with pytest.raises(KeyError, match=f"no member {next(iter(keys.values()))!r}"):
         step(step.init(make_state()), make_batch())
-
-
-def test_the_checks_add_no_schedule():
-    # On and off: the number of schedules of the selection itself.
-    step = compose(loop_events, [selective_backprop(start=0.5, end=0.9, full_every=0)])
-    state = step.init(make_state())
-    for _ in range(20):
-        state = step(state, make_batch())
-    assert len(step._cache.operations) == 2
 
 
 def test_the_same_entries_of_per_example_lists_are_selected():

@@ -232,20 +232,6 @@ def test_other_losses_that_a_model_returns_are_taken_as_they_are():
     assert model_losses("test", loss_fn, {"loss": pieces}, batch).tolist() == [0.5, 2.5, 4.5]
 
 
-@settings(max_examples=10)
-@given(st.integers(0, 1000), st.integers(1, 9))
-def test_no_row_comes_twice_and_all_members_stay_together(seed, num):
-    class Named(TinyGPT):
-        def forward(self, input_ids, attention_mask=None, labels=None, name=None):
-            return super().forward(input_ids, attention_mask, labels)
-
-    batch = make_batch(num, seed)
-    found = selected(own_loss_state(Named()), batch)
-    chosen = [int(text.split()[1]) for text in found["name"]]
-    assert len(chosen) == max(1, num // 2) == len(set(chosen))
-    assert tree.equal(found, rows_of(batch, chosen))
-
-
 # Errors, early
 
 
@@ -278,12 +264,6 @@ def test_labels_that_the_batch_lacks_or_that_are_none_are_refused_in_the_first_s
         step(state, {name: value for name, value in batch.items() if name != "labels"})
     with pytest.raises(TypeError, match="a tensor of labels in the batch, got list"):
         model_losses("test", losses.ModelLoss(labels="labels"), {"logits": torch.zeros(2, 3)}, {"labels": [0, 1]})
-
-
-def test_tokens_cannot_be_shrunk():
-    step = compose(loop_events, [selective_backprop(scale_factor=0.5)])
-    with pytest.raises(ValueError, match="shrinks images.*use scale_factor=1"):
-        step(step.init(own_loss_state()), texts(make_batch()))
 
 
 @pytest.mark.parametrize("ignored", [0.0, torch.inf])

@@ -73,12 +73,6 @@ def test_a_step_is_gradient_descent_on_the_shortened_batch(truncate):
     assert after.metrics["seq_length_warmup/curr_bs"] == (4 if truncate else 10)
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-def test_time_counts_the_loaders_batches(truncate):
-    _, states = run(seq_length_warmup(1.0, 4, 16, truncate=truncate), make_state(), make_batch(), 3)
-    assert [(s.timestamp.sample, s.timestamp.token) for s in states] == [(4 * n, 64 * n) for n in range(4)]
-
-
 def test_a_model_with_its_own_loss_sees_ids_and_labels_cut_alike():
     batch = make_batch()
     batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}

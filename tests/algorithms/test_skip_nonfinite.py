@@ -9,9 +9,8 @@ from purecompose import Algorithm, Event, State, Trait, compose, loop_events, lo
 from purecompose.algorithms._gradient_accumulation import gradient_accumulation
 from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._loss_scaling import loss_scaling
-from purecompose.algorithms._per_example_clipping import per_example_clipping
 from purecompose.algorithms._sam import sam
-from purecompose.algorithms._skip_nonfinite import SkipCount, skip_nonfinite
+from purecompose.algorithms._skip_nonfinite import skip_nonfinite
 from purecompose.optim.wrapping import Guarded
 from tests.algorithms import method_helpers as helpers
 
@@ -112,15 +111,6 @@ def test_a_loss_that_is_not_finite_is_enough():
     grads = made().fold(large, BATCH).grads
     assert grads is not None and all(grad.isfinite().all() for grad in grads.values())
     check_skipped(large, step(large, BATCH))
-
-
-def test_the_count_is_of_the_whole_run():
-    step = made(skip_nonfinite())
-    state = fresh(step)
-    assert tree.equal(state.slots["skip_nonfinite"], SkipCount(torch.tensor(0, dtype=torch.int32)))
-    for batch in (broken(), BATCH, broken()):
-        state = step(state, batch)
-    assert tree.equal(state.slots["skip_nonfinite"], SkipCount(torch.tensor(2, dtype=torch.int32)))
 
 
 def test_an_optimizer_that_was_replaced_is_refused():
@@ -232,15 +222,6 @@ def test_with_loss_scaling_both_skip_and_buffers_go_back(skip_first):
     check_skipped(before, after)
     assert after.metrics["loss_scaling/skipped"].item() == 1 and after.slots["loss_scaling"].scale.item() == 2.0**15
     assert count_of(step(after, BATCH)) == 1
-
-
-def test_with_per_example_clipping_a_bad_example_skips_the_step():
-    step = made(skip_nonfinite(), per_example_clipping(1.0))
-    before = fresh(step, net=net(norm=False))
-    assert step.plan(before).order(Event.AFTER_TRAIN_BATCH) == ("per_example_clipping", "skip_nonfinite")
-    before = step(before, BATCH)
-    assert count_of(before) == 0
-    check_skipped(before, step(before, broken(torch.nan, row=4)))
 
 
 @pytest.mark.filterwarnings("ignore:skip_nonfinite acts at .*, which the program does not have")

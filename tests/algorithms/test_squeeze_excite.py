@@ -13,7 +13,6 @@ from purecompose.algorithms import squeeze_excite
 from purecompose.nn.layers import SqueezeExcite2d, SqueezeExciteConv2d
 from tests.algorithms.surgery_checks import (
     applied,
-    check_at_init,
     check_keeps_all,
     check_shows,
     hooked,
@@ -24,8 +23,6 @@ from tests.algorithms.surgery_checks import (
 )
 
 
-UNTYPED: Any = squeeze_excite
-UNTYPED_LAYER: Any = SqueezeExciteConv2d
 SEEDS = st.integers(0, 99)
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
 LATENTS = st.integers(1, 5) | st.floats(0.01, 0.99)
@@ -157,10 +154,3 @@ def test_convolutions_of_any_kind_are_wrapped_whole_and_can_be_read_where_they_w
 
 
 # The method
-
-
-def test_the_method_is_the_surgery_at_init():
-    method = squeeze_excite(0.5, 4)
-    assert repr(method) == "squeeze_excite(latent_channels=0.5, min_channels=4)"
-    assert squeeze_excite(name="b").name == "b"
-    assert "2.se.excite.weight" in check_at_init(method, make_net()).params

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import algorithms as alg, compose, loop_events
+from purecompose import compose, loop_events
 from purecompose.algorithms import stochastic_depth
 from purecompose.nn import models
 from purecompose.nn.layers import ClassesSecond, StochasticDepth, residuals
@@ -450,31 +450,6 @@ def test_the_warmup_ends_at_the_rate(warmup: Any, batches: int) -> None:
 
 
 # In a run
-
-
-@pytest.mark.parametrize("name", sorted(NETS))
-@pytest.mark.parametrize("method", METHODS)
-def test_a_transformer_keeps_its_names_and_its_rates_count_blocks(name: str, method: Any) -> None:
-    state = make_transformer(name)
-    after = compose(loop_events, [stochastic_depth(method, 0.5)]).init(state)
-    assert list(after.params) == list(state.params)
-    assert all(after.params[name] is param for name, param in state.params.items())
-    made = [name for name in after.buffers if name not in state.buffers]
-    assert [name.split(".")[-3:] for name in made] == [["blocks", "0", "drop_rate"], ["blocks", "1", "drop_rate"]]
-    assert rates_of(after) == [0.25, 0.5]
-
-
-@pytest.mark.parametrize("make_other", [lambda: alg.alibi(1), lambda: alg.gated_linear_units()])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_layers_inside_a_transformers_blocks_may_be_replaced(make_other: Any, is_first: bool) -> None:
-    methods = [stochastic_depth("sample", 0.5), make_other()]
-    step = compose(loop_events, methods if is_first else methods[::-1], passes=[])
-    state = step.init(make_transformer("gpt"))
-    assert len(rates_of(state)) == 2
-    alone = compose(loop_events, [make_other()]).init(make_transformer("gpt"))
-    assert state.params.keys() == alone.params.keys()
-    after = step(state, batch_for("gpt"))
-    assert any(not torch.equal(after.params[name], param) for name, param in state.params.items())
 
 
 @pytest.mark.parametrize("method", METHODS)

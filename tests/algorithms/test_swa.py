@@ -25,7 +25,7 @@ from tests.algorithms.averaging_checks import (
     cnn_state,
     states_after,
 )
-from tests.helpers import assert_close, assert_same, make_batch, make_batches, make_state, run_steps
+from tests.helpers import assert_close, assert_same, make_batches, make_state, run_steps
 
 
 RUN = RunLength("3ep", batches_per_epoch=4)
@@ -125,13 +125,6 @@ def test_init_warns_exactly_of_runs_that_take_no_weights(duration, interval, sta
     assert len(told) == (not takes_some)
 
 
-@pytest.mark.parametrize("options", [{"duration": None}, {"batches_per_epoch": None}, {"duration": "10sec"}])
-def test_runs_of_unknown_length_get_no_warning(options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compose(loop_events, [swa()]).init(cnn_state(**options))
-
-
 # Training, evaluation, resuming
 
 
@@ -153,29 +146,6 @@ def test_after_the_end_statistics_are_the_means_of_the_averaged_network(num):
     assert (states[6].slots["swa"].averages.buffers["4.running_mean"] - expected["4.running_mean"]).abs().max() > 0.01
     assert_close(states[6 + num].slots["swa"].averages.buffers, expected)
     assert_same(states[6 + num].slots["swa"].averages.params, states[6].slots["swa"].averages.params)
-
-
-class Twice(nn.Module):
-    """A network that calls one BatchNorm twice in a pass, with a keyword argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.norm(input=self.first(inputs))
-        return self.last(self.norm(input=3 * hidden.relu() + 1))
-
-
-def test_a_layer_called_twice_by_keyword_has_the_mean_over_its_calls():
-    net = Twice()
-    net.norm.momentum = None
-    batches = make_batches(6)
-    states = states_after(swa(0, "3ba", "1ba"), make_state(net, batches_per_epoch=6), batches)
-    net = pc.to_module(states[3], weights="swa")
-    torch.optim.swa_utils.update_bn(batches[3:], net)
-    expected = {name: buffer for name, buffer in net.named_buffers() if buffer.is_floating_point()}
-    assert_close(states[6].slots["swa"].averages.buffers, expected)
 
 
 @pytest.mark.parametrize("guards", [[], [alg.skip_nonfinite()]])
@@ -201,26 +171,6 @@ def test_statistics_that_are_not_finite_are_replaced():
 def _without_bad_gradients(event: Event, state: State) -> State:
     del event
     return state.replace(grads={name: grad.nan_to_num(0, 0, 0) for name, grad in (state.grads or {}).items()})
-
-
-CALLS = []
-
-
-class Counted(nn.Linear):
-    """A linear layer that counts its forward passes."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        CALLS.append(1)
-        return super().forward(input)
-
-
-@pytest.mark.parametrize(("net", "passes"), [(Counted(4, 3), 1), (nn.Sequential(Counted(4, 3), nn.BatchNorm1d(3)), 2)])
-def test_networks_without_statistics_need_no_second_pass(net, passes):
-    step = compose(loop_events, [swa(0, "2ba", "1ba")])
-    state = run_steps(step, step.init(make_state(net, batches_per_epoch=4)), make_batches(3))
-    CALLS.clear()
-    step(state, make_batch(5))
-    assert len(CALLS) == passes
 
 
 def test_the_pass_for_statistics_changes_no_draw_and_no_weight():

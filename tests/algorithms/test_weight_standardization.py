@@ -18,7 +18,6 @@ from purecompose.algorithms.functional import standardized
 from purecompose.nn.layers import StandardizedConv1d, StandardizedConv2d, StandardizedConv3d, standardized_conv
 from tests.algorithms.surgery_checks import (
     applied,
-    check_at_init,
     check_keeps_all,
     check_leaves,
     hooked,
@@ -172,26 +171,6 @@ def test_a_step_moves_the_raw_weights_by_the_chain_rule():
     torch.testing.assert_close(end.params["0.weight"], raw - 0.1 * gradient, rtol=1e-5, atol=1e-7)
 
 
-class Counted(nn.Sequential):
-    """A network that counts how often its modules are listed."""
-
-    listed = 0
-
-    def named_modules(self, *args: Any, **options: Any) -> Any:  # `modules` uses it
-        Counted.listed += 1
-        return super().named_modules(*args, **options)
-
-
-def test_a_network_is_listed_as_often_whatever_the_number_of_its_convolutions():
-    method, counts = weight_standardization(1), []
-    for num in (2, 9):
-        state, Counted.listed = make_state(Counted(*(nn.Conv2d(2, 2, 1) for _ in range(num)))), 0
-        _, report = applied(state, method)
-        assert report.replaced == tuple(map(str, range(num - 1)))
-        counts.append(Counted.listed)
-    assert counts[0] == counts[1] > 0
-
-
 class Renamed(nn.Conv2d):
     """A subclass that computes the same as its base class."""
 
@@ -271,11 +250,3 @@ def test_it_works_with_blurpool_and_squeeze_excite_in_any_order():
 
 
 # The method
-
-
-def test_the_method_is_the_surgery_at_init():
-    method = weight_standardization(1)
-    assert repr(method) == "weight_standardization(n_last_layers_ignore=1)"
-    assert weight_standardization(name="w").name == "w"
-    module: Any = check_at_init(method, make_net()).model.module
-    assert [type(module[number]) for number in (0, 3, 5)] == [StandardizedConv2d] * 2 + [nn.Conv1d]

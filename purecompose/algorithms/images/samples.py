@@ -81,20 +81,15 @@ def sample_transform(
 
 @dataclass(frozen=True)
 class SampleTransform:
-    """Function of a sample that applies a function of keyed images.
+    """Function of a sample that applies a function of keyed images; `sample_transform` makes one.
 
     Args:
-        core: A function `(key, image (C, H, W)) -> image`, of any size. It must be picklable for loader workers, such
-            as a `functools.partial` of a function in a module.
-        input_field: Field of the sample with the image; defaults to the sample itself, or the first member of a tuple
-            or list.
+        core: A picklable function `(key, image (C, H, W)) -> image`, of any size.
+        input_field, target_field: See `sample_transform`.
         takes_target: True if the core only moves pixels, and changes the target as well:
             `(key, image, target) -> (image, target)`. A target is any tree; PIL images in it are passed as tensors
             (C, H, W) and converted back. Such a core accepts any mode of whole bytes, including palettes and depths.
-        target_field: Field of the sample with the target; defaults to the second member of a tuple or list. Without a
-            target, the core is called with the image only.
-        value_range: The values of black and white of floats, numbers or one for each channel; values outside are
-            rejected. By default all values are accepted.
+        value_range: The values of black and white of floats; values outside are rejected. By default all are accepted.
 
     Example:
         >>> flip = SampleTransform(lambda key, image: image.flip(-1))

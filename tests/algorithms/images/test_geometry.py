@@ -1,8 +1,6 @@
 """The operator that replaces `grid_sample` in compiled steps: values, gradients and rows equal those of torch."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -40,19 +38,6 @@ def test_the_operator_passes_torchs_opcheck() -> None:
     assert set(checked.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2)])
-def test_vmap_equals_a_loop(in_dims: tuple[int | None, int | None]) -> None:
-    levels, grid = make_case(3, 2)
-    given = [
-        value[0] if dim is None else value.movedim(0, dim) for value, dim in zip((levels, grid), in_dims, strict=True)
-    ]
-    alone = [
-        operator(*(value if dim is None else value.select(dim, i) for value, dim in zip(given, in_dims, strict=True)))
-        for i in range(3)
-    ]
-    assert torch.equal(torch.func.vmap(operator, in_dims)(*given), torch.stack(alone))
-
-
 def test_a_traced_rotation_uses_the_operator_and_gives_the_same_result() -> None:
     images = (uniform(key(2), (4, 3, 9, 8)) * 255).to(torch.uint8)
     degrees = torch.tensor([0.0, 90.0, -17.0, 200.0])
@@ -69,30 +54,6 @@ def test_a_traced_rotation_uses_the_operator_and_gives_the_same_result() -> None
 
 def turned(images: Tensor, degrees: Tensor) -> Tensor:
     return applied("rotate", images, degrees, (0.0, 1.0)).square().sum()
-
-
-def mapped_grad(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.func.vmap(torch.func.grad(fn))
-
-
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 traces no gradient of grid_sample in transforms")
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, mapped_grad])
-def test_transforms_compile(transform: Callable[..., Any]) -> None:
-    images = uniform(key(2), (2, 3, 9, 8))
-    degrees = torch.tensor([20.0, 35.0])
-
-    def differentiated(values: Tensor) -> Tensor:
-        return transform(lambda value: turned(images, value.expand(2) if value.ndim == 0 else value))(values)
-
-    compiled = torch.compile(differentiated, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(degrees), differentiated(degrees))
-
-
-def test_autograd_compiles() -> None:
-    images, degrees = uniform(key(2), (2, 3, 9, 8)), torch.tensor([20.0, 35.0], requires_grad=True)
-    expected = torch.autograd.grad(turned(images, degrees), degrees)
-    found = torch.autograd.grad(torch.compile(turned, backend="aot_eager", fullgraph=True)(images, degrees), degrees)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode uses it

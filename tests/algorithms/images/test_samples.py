@@ -202,14 +202,6 @@ def test_the_same_source_gives_the_same_and_others_differ(name):
         assert len({tuple(result.flatten().tolist()) for result in results}) > 3
 
 
-def test_a_key_does_not_advance_the_global_generator():
-    before = torch.get_rng_state()
-    for transform in TRANSFORMS.values():
-        transform(make_pil(), KEY)
-        transform(make_pil(), torch.Generator())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 class Pictures:
     """A data set of PIL images with their masks and numbers."""
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose.algorithms import augmix, randaugment
-from purecompose.algorithms.functional import augmix_batch, cutout_batch, randaugment_batch, sample_transform
+from purecompose.algorithms.functional import augmix_batch, randaugment_batch, sample_transform
 from purecompose.algorithms.images import Primitive
 from purecompose.random import key, uniform
 
@@ -53,13 +53,6 @@ def test_modes_around_a_call_change_nothing(maker: Callable[..., Tensor], around
         assert torch.equal(maker(KEY, batch, value_range=RANGE), expected)
 
 
-def test_constants_of_the_host_are_made_on_the_cpu() -> None:
-    batch = make_batch()
-    with torch.device("meta"):
-        assert cutout_batch(KEY, batch).device.type == "cpu"
-        assert sample_transform(randaugment_batch)(batch[0]).device.type == "cpu"
-
-
 @each_maker
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_results_use_no_more_memory_than_needed(maker: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -68,18 +61,6 @@ def test_results_use_no_more_memory_than_needed(maker: Callable[..., Tensor], dt
         assert changed.untyped_storage().nbytes() == changed.numel() * changed.element_size()
         mapped = torch.func.vmap(lambda one, batch=batch: maker(one, batch, severity=5.0))(torch.stack([KEY, key(4)]))
         assert mapped.untyped_storage().nbytes() == mapped.numel() * mapped.element_size()
-
-
-@each_maker
-def test_a_severity_per_member_may_be_mapped(maker: Callable[..., Tensor]) -> None:
-    grey = make_batch()[:, :1]
-    for names in (("color", "rotate"), ("contrast", "color"), ("sharpness", "rotate")):
-
-        def changed(severity: Tensor, names: tuple[str, ...] = names) -> Tensor:
-            return maker(KEY, grey[..., :2, :], severity=severity, augmentation_set=names, value_range=RANGE)
-
-        severities = torch.tensor([1.0, 5.0])
-        assert torch.equal(torch.func.vmap(changed)(severities), torch.stack([changed(one) for one in severities]))
 
 
 @each_maker
