@@ -26,12 +26,7 @@ def opened(file: Path) -> Iterator[BufferedReader]:
 
 
 def read_whole(file: Path, most: int) -> bytes:
-    """Return the content of a regular file.
-
-    Args:
-        file: The file, or a link to it.
-        most: The largest size in bytes that is read; larger files are refused before anything is read.
-    """
+    """Return the content of a regular file; larger ones than `most` bytes are refused before anything is read."""
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(most + 1) if size <= most else b""

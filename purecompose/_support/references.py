@@ -68,12 +68,8 @@ def reached(start: Any, leaves: tuple[type, ...] = ()) -> list[Place]:
 def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
     """Raise a `ValueError` if a random generator or an iterator is reached: its next value is in no state of a run.
 
-    The global generators of Python and NumPy are watched instead, in first calls.
-
-    Args:
-        start: A function, method, module or object that can be called.
-        what: Description of it, with which the error begins.
-        leaves: As for `reached`.
+    The global generators of Python and NumPy are watched instead, in first calls. The error begins with `what`; for
+    `leaves` see `reached`.
     """
     numpy = sys.modules.get("numpy.random")
     kinds = (random.Random, torch.Generator, Iterator) + (() if numpy is None else (numpy.Generator, numpy.RandomState))

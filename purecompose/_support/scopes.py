@@ -103,9 +103,7 @@ class WriteGuard(DispatchMode):
 class DataGuard(TorchFunctionMode):
     """A mode that refuses `tensor.data = other`, which torch does not dispatch: a graph would keep the old value.
 
-    Args:
-        tensors: The tensors by name.
-        error: Function that returns the error to raise for one of these, from its name and what was done.
+    `error` returns the error to raise for one of the tensors, from its name and what was done.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str, str], Exception]) -> None:
@@ -133,9 +131,7 @@ _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 def kept_in_place(tensors: Mapping[str, Tensor], error: Callable[[str, str], Exception]) -> Iterator[None]:
     """Return a context manager that raises if tensors have other memory or `requires_grad` at its end than before.
 
-    Args:
-        tensors: The tensors by name. They are restored before the error is raised.
-        error: Function that returns the error to raise, from the names and what was done to them.
+    They are restored before the error is raised, which `error` makes of their names and what was done to them.
     """
     before = [(memory_of(tensor), tensor.detach(), tensor.requires_grad) for tensor in tensors.values()]
     moved, switched = [], []

@@ -150,12 +150,7 @@ def _span(num_rows: int, mesh: Any) -> tuple[int, int]:
 
 
 def sum_of_shards(own: Tensor, shards: Sequence[Any]) -> Tensor:
-    """Return the sum over the parts of divided tensors: a plain tensor, the same on all processes, by one message.
-
-    Args:
-        own: What belongs to this process's rows, of any shape.
-        shards: Tensors that are divided alike, at least one.
-    """
+    """Return the sum over the parts of tensors that are divided alike: a plain tensor, by one message."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, placements = shards[0].device_mesh, shards[0].placements

@@ -172,11 +172,6 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
 def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:
     """Return the start of a hint if a name is close to one or two known ones, else "".
 
-    Args:
-        name: The given name.
-        known: The known names.
-        shown: Known names in the form to be shown, if it differs from the form that is compared.
-
     Example:
         >>> did_you_mean("mixpu", ["mixup", "sam"])
         " did you mean 'mixup'?"

@@ -87,9 +87,7 @@ def draws_globally(data: object) -> bool:
 def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
     """Return batches for evaluation, not training: a `DataLoader` without a generator yields the same in each call.
 
-    Args:
-        data: Batches.
-        key: The run's key, int64 of shape (2,); of a population's keys, (n, 2), the first one is used.
+    Of the keys (n, 2) of a population, the first one is used.
     """
     if not draws_globally(data):
         return data
@@ -105,12 +103,7 @@ def shuffles(data: object) -> bool:
 
 
 def own_order(data: Any, *, has_position: bool) -> str | None:
-    """Return why the order of data may differ after a resume; `None` if it does not.
-
-    Args:
-        data: The data.
-        has_position: Whether their position is restored, if they have one.
-    """
+    """Return why the order of data may differ after a resume, with or without their position; `None` if it does not."""
     if isinstance(data, DataLoader) and data.generator is not None:
         return (
             "the DataLoader has its own generator, which is not part of a checkpoint: its order differs after a "
@@ -124,13 +117,7 @@ def own_order(data: Any, *, has_position: bool) -> str | None:
 
 
 def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
-    """Return the loader's batches in an order determined by the run's key and the epoch.
-
-    Args:
-        data: A loader without a generator.
-        key: The run's key, int64 of shape (2,).
-        epoch: Number of finished epochs.
-        start: Number of the first batch to return.
+    """Return the batches from `start` on of a loader without a generator, in an order determined by key and epoch.
 
     Warns:
         SkippingWarning: `start` is above 0, and the loader is over a stream, or its class overrides `__iter__`.

@@ -43,15 +43,7 @@ class Request(NamedTuple):
 
 
 class Samples:
-    """Source that makes a batch from a request; see `loader` for the arguments.
-
-    Args:
-        dataset: A map-style data set.
-        transform: A function of the sample, and of the random argument if there is one; or None.
-        rng: One of `RNG_KINDS`.
-        collate: A function of the list of samples, or None.
-        seeds_globals: True to seed the global generators for every sample.
-    """
+    """Source that makes a batch from a request; see `loader` for the arguments."""
 
     def __init__(
         self,
@@ -70,15 +62,15 @@ class Samples:
         self._needs_words = seeds_globals or (transform is not None and rng in ("torch", "numpy"))
 
     def __getitem__(self, request: Request) -> Any:
-        columns = read_columns(self.dataset, request.indices)
-        if columns is not None and self.transform is None and self.collate is None:
-            return columns
+        if self.transform is None and self.collate is None:
+            if (columns := read_columns(self.dataset, request.indices)) is not None:
+                return columns
         with kept_globals() if self._seeds_globals else NOTHING:
             self._seed(request, _READ, request.indices[0])
-            return self._collated(self._samples(request, columns), request)
+            return self._collated(self._samples(request), request)
 
-    def _samples(self, request: Request, columns: Any) -> list[Any]:
-        at_once, arguments = self._at_once(request, columns), self._arguments(request)
+    def _samples(self, request: Request) -> list[Any]:
+        at_once, arguments = self._at_once(request), self._arguments(request)
         samples, index = [], request.indices[0]
         with naming(lambda: f"data.loader: this happened with sample {index} of epoch {request.epoch}"):
             for place, index in enumerate(request.indices):
@@ -87,12 +79,8 @@ class Samples:
                 samples.append(sample if self.transform is None else self.transform(sample, *arguments(index, words)))
         return samples
 
-    def _at_once(self, request: Request, columns: Any) -> Sequence[Any] | None:
-        """Return the samples of a batch if they can be read in one call, or have been, as columns."""
-        if isinstance(columns, Tensor):
-            return columns.unbind()
-        if columns is not None:
-            return list(zip(*map(torch.unbind, columns), strict=True))
+    def _at_once(self, request: Request) -> Sequence[Any] | None:
+        """Return the samples of a batch if they can be read in one call."""
         if not self.reads_whole_batches:
             return None
         with naming(lambda: f"data.loader: this happened with {_listed(request)} of epoch {request.epoch}"):

@@ -51,15 +51,10 @@ def has_shuffle_buffer(data: Any) -> bool:
 
 
 def position_at(batches: "PositionedBatches", start: Timestamp, now: Timestamp) -> dict[str, Any] | None:
-    """Return the position of the data at a time of the run; `None` if they do not stand there.
+    """Return the position of the data at the time of a state to be saved; `None` if they do not stand there.
 
-    Args:
-        batches: The batches of an epoch, from `start` on.
-        start: Time at which the first of them is requested.
-        now: Time of the state to be saved, after the last batch that was trained.
-
-    Raises:
-        Exception: The position cannot be determined; see `PositionedBatches.position`.
+    `start` is the time at which the first of the batches was requested. Errors are those of
+    `PositionedBatches.position`.
     """
     if now.batch - start.batch != batches.num_returned:
         return None  # the last batch that was read is not part of the state

@@ -29,15 +29,7 @@ from purecompose._support.checks import check_whole, shown
 
 
 class Reader:
-    """A source with the `DataLoader` that reads it.
-
-    Args:
-        source: Object with `__getitem__(request) -> batch`, and with the data set as `dataset`.
-        num_workers: Number of processes that read; 0 for none.
-        persistent_workers: True to keep workers for the next epoch.
-        worker_init_fn: Function called in each new worker with its number.
-        options: Further options of a `DataLoader`.
-    """
+    """A source, which has the data set as `dataset`, with the `DataLoader` that reads it and takes the options."""
 
     def __init__(
         self,
@@ -59,14 +51,11 @@ class Reader:
         weakref.finalize(self, _close, self._idle, os.getpid())
 
     def read(self, requests: Iterable[Any], seed: int = 0) -> Generator[Any, None, None]:
-        """Yield the batches of some requests, in their order.
+        """Yield the batches of some requests, in their order; with workers, they are read a few ahead.
 
         Two readings may run at the same time; the second then starts its own workers. After a reading that was
-        abandoned, the workers finish its outstanding requests before they begin with the next reading.
-
-        Args:
-            requests: The requests; with workers, they are read a few ahead of the batches.
-            seed: Seed of the generators in new workers, if nothing else seeds them.
+        abandoned, the workers finish its outstanding requests before they begin with the next reading. The generators
+        in new workers have the seed, if nothing else seeds them.
         """
         if self._reads_here:
             for request in requests:

@@ -40,11 +40,7 @@ from purecompose.transforms.rank_checks import digest, naming_late_ranks
 class Totals:
     """The accumulators of one evaluation, over data of which several processes may compute a part each.
 
-    Args:
-        metrics: The metrics by name, adapted to the state's loss.
-        state: The evaluated state.
-        ranks: The processes among which each batch is divided, if all the metrics are sums over examples.
-        seen: The metrics whose first call has been watched.
+    They do so if all the metrics are sums over examples. The first call of a metric that is not in `seen` is watched.
 
     Attributes:
         takes_loss: True if a metric measures the state's loss.
@@ -281,18 +277,11 @@ def evaluate(
 def run_evaluator(
     evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = (), trained_by: Step | None = None
 ) -> State:
-    """Run one evaluation, from EVAL_START to EVAL_END.
+    """Run one evaluation, from EVAL_START to EVAL_END, with the algorithms of `step`, over the program of an
+    evaluation.
 
-    Args:
-        evaluator: The evaluation.
-        state: The state.
-        step: The algorithms, over the program of an evaluation.
-        observers: Functions that read the states.
-        trained_by: The training step; if it is of several processes, they share the data.
-
-    Returns:
-        The evaluation's own state. Its `metrics` contain the values as "label/name": 0-d tensors on the state's
-        device, or tensors of shape (n,) for a population of n.
+    Processes of the training step `trained_by` share the data. The result is the evaluation's own state. Its `metrics`
+    contain the values as "label/name": 0-d tensors on the state's device, or of shape (n,) for a population of n.
     """
     metrics = evaluator.measured(state.context.loss)
     seen = _SEEN.setdefault(step, collections.defaultdict(set))[evaluator.label]
@@ -389,14 +378,5 @@ def _sibling(step: Step | None, program: Any, state: State) -> Step:
 def notify(observers: Iterable[Observer], event: Event, state: State) -> State:
     """Call observers one after the other, and return the state unchanged."""
     for observer in observers:
-        try:
-            observer(event, state)
-        except (AttributeError, TypeError) as error:
-            if "NoneType" in str(error):
-                error.add_note(
-                    f"in the observer {observer!r} at {event}. If it reads state.batch, outputs or grads: between "
-                    "steps a state has none; an algorithm at Event.AFTER_TRAIN_BATCH sees them, and may leave a number "
-                    "in state.metrics"
-                )
-            raise
+        observer(event, state)
     return state

@@ -29,6 +29,7 @@ from purecompose.run.saving.checkpoint import Resumed, restore_extra, resumed_fr
 from purecompose.run.saving.keeping import Checkpoints, Keeper
 from purecompose.run.saving.leaves import POSITION
 from purecompose.run.saving.remote import fetched
+from purecompose.schedule import Schedule, collect
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.units import named_time
@@ -104,15 +105,6 @@ def _declare(states: Callable[Concatenate[bool, P], object]) -> Callable[[Callab
     return decorate
 
 
-_INSTEAD = {
-    "callbacks": "observers=...",
-    "epochs": 'duration="3ep"',
-    "seed": "State.create(..., key=3)",
-    "validation_data": "evaluate=Evaluator(data, metrics)",
-}
-"""What to write in place of settings that other libraries have."""
-
-
 @_declare(_states)
 def fit(step: Step, state: State, data: Any = None, **settings: Any) -> State:
     """Train from the time of the state until the run's length is reached.
@@ -165,7 +157,7 @@ def fit(step: Step, state: State, data: Any = None, **settings: Any) -> State:
         >>> state.timestamp.batch
         3
     """
-    check_keywords(settings, fit, _INSTEAD)
+    check_keywords(settings, fit, {})
     states = _states(True, step, state, data, **settings)
     del state  # the run may need its memory
     return deque(states, maxlen=1).pop()
@@ -189,7 +181,7 @@ def training(step: Step, state: State, data: Any = None, **settings: Any) -> Ite
         >>> [state.timestamp.batch for state in training(compose(loop_events), state, data)]
         [1, 2, 3, 3]
     """
-    check_keywords(settings, training, _INSTEAD)
+    check_keywords(settings, training, {})
     return _states(False, step, state, data, **settings)
 
 
@@ -356,6 +348,8 @@ def start_of_run(
     state = _with_epoch_length(state, data)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
         state = step.init(state)
+    for schedule in collect([dict(algorithm.config) for algorithm in step.algorithms], Schedule):
+        schedule(state.timestamp)  # what has no value in this run is an error at its start, whenever a method acts
     for watcher in watchers:
         state = watcher.init(state)
     return state, budget

@@ -43,13 +43,7 @@ class CommonEnd:
         self._store: Any = dist.distributed_c10d._get_default_store()
 
     def due(self, batch: int, received: signal.Signals | None, device: torch.device) -> signal.Signals | None:
-        """Return the signal by which the run ends after a batch, if it does.
-
-        Args:
-            batch: The number of batches so far.
-            received: The signal that this process has received, if any.
-            device: The device of the steps.
-        """
+        """Return the signal by which the run ends after this number of batches, if it does."""
         is_ahead = device.type == "cuda"
         if is_ahead:
             self._wait(device)
@@ -61,12 +55,7 @@ class CommonEnd:
         return signal.Signals(number) if batch >= last else None
 
     def due_at_end(self, received: signal.Signals | None, device: torch.device) -> signal.Signals | None:
-        """Return the signal that any process has received; all must ask, since no batch follows.
-
-        Args:
-            received: The signal that this process has received, if any.
-            device: The device of the message.
-        """
+        """Return the signal that any process has received; all must ask, since no batch follows."""
         own = torch.tensor(int(received or 0), device=device)
         number = int(self._ranks.exchange([own], "max")[0])
         return signal.Signals(number) if number else None
@@ -112,12 +101,7 @@ class Interrupts:
         return self._common_end is not None
 
     def is_due(self, state: State, *, is_at_end: bool = False) -> bool:
-        """Return whether the run ends with this state, because this process, or another one, has received a signal.
-
-        Args:
-            state: The state between two batches.
-            is_at_end: True if no batch follows.
-        """
+        """Return whether the run ends with this state, because this process, or another one, has received a signal."""
         due, common = self.received, self._common_end
         if common is not None and is_at_end:
             due = common.due_at_end(self.received, state.device)
@@ -128,11 +112,7 @@ class Interrupts:
         return due is not None
 
     def obey(self, message: str) -> NoReturn:
-        """End the process according to the signal: SIGINT by `KeyboardInterrupt`, SIGTERM by `SystemExit` with 143.
-
-        Args:
-            message: A description of what was done before the end.
-        """
+        """End the process according to the signal: SIGINT by `KeyboardInterrupt`, SIGTERM by `SystemExit` with 143."""
         assert self.received is not None
         self._restore()
         number, self.received = self.received, None

@@ -8,17 +8,16 @@ from collections.abc import Callable
 
 from purecompose._support.checks import check_number
 from purecompose.schedule.scalar import Schedule, made
-from purecompose.schedule.shape import Moment, Shape, checked_time
+from purecompose.schedule.shape import Curve, Moment, Shape, checked_time
 from purecompose.time import Time, TimeLike
 
 
-def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | None = None) -> Schedule:
+def constant(alpha: float = 1.0, warmup: TimeLike = "0ba") -> Schedule:
     """Return the multiplier `alpha`, after a linear warm-up from 0.
 
     Args:
         alpha: The multiplier.
         warmup: Duration of the ramp from 0 to `alpha`, in any unit except `sec`.
-        t_max: If given, the multiplier is 1 from this point on; by default it remains `alpha`.
 
     Raises:
         TypeError, ValueError: A setting is neither a number nor a time; see also `linear`.
@@ -29,8 +28,8 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | 
         [0.0, 0.25, 1.0, 1.0]
     """
     alpha = check_number(alpha, "constant: alpha")
-    curve = _Constant(alpha, 1.0 if t_max is not None else alpha)
-    return _annealed("constant", {"alpha": alpha}, curve, t_max, warmup)
+    start = checked_time(warmup, "constant: warmup")
+    return made("constant", _Annealed(Curve(_line, (alpha, alpha)), None, start), alpha=alpha, warmup=start)
 
 
 def linear(alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
@@ -58,7 +57,7 @@ def linear(alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur",
         [1.0, 0.75, 0.0]
     """
     alphas = {"alpha_i": check_number(alpha_i, "linear: alpha_i"), "alpha_f": check_number(alpha_f, "linear: alpha_f")}
-    return _annealed("linear", alphas, _Linear(**alphas), t_max, warmup)
+    return _annealed("linear", alphas, _line, t_max, warmup)
 
 
 def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
@@ -83,7 +82,7 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
         Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, 2017, arXiv:1608.03983.
     """
     alphas = {"alpha_f": check_number(alpha_f, "cosine: alpha_f")}
-    return _annealed("cosine", alphas, _Cosine(**alphas), t_max, warmup)
+    return _annealed("cosine", alphas, half_cosine, t_max, warmup)
 
 
 def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, warmup: TimeLike = "0ba") -> Schedule:
@@ -109,7 +108,7 @@ def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, war
         "power": check_number(power, "polynomial: power", 0, above=True),
         "alpha_f": check_number(alpha_f, "polynomial: alpha_f"),
     }
-    return _annealed("polynomial", settings, _Polynomial(**settings), t_max, warmup)
+    return _annealed("polynomial", settings, _power, t_max, warmup)
 
 
 def one_cycle(
@@ -142,61 +141,38 @@ def one_cycle(
         Smith and Topin, Super-convergence: very fast training of neural networks using large learning rates, 2018,
         arXiv:1708.07120.
     """
-    first = _Cosine(check_number(alpha_i, "one_cycle: alpha_i"))
-    last = _Cosine(check_number(alpha_f, "one_cycle: alpha_f"))
+    first, last = check_number(alpha_i, "one_cycle: alpha_i"), check_number(alpha_f, "one_cycle: alpha_f")
     top, end = (
         checked_time(time, f"one_cycle: {role}", is_positive=True) for time, role in ((peak, "peak"), (t_max, "t_max"))
     )
     if top.unit is end.unit and top > end:
         raise ValueError(f"one_cycle: peak={top} comes after t_max={end}")
     shape = _OneCycle(first, last, top, end)
-    return made("one_cycle", shape, alpha_i=first.alpha_f, alpha_f=last.alpha_f, peak=top, t_max=end)
+    return made("one_cycle", shape, alpha_i=first, alpha_f=last, peak=top, t_max=end)
 
 
 # Curves: tau in [0, 1] -> multiplier.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-    alpha: float
-    afterwards: float
-
-    def __call__(self, tau: float) -> float:
-        return self.alpha if tau < 1.0 else self.afterwards
+def _line(tau: float, alpha_i: float, alpha_f: float) -> float:
+    # A weighted sum, not alpha_i + tau * difference, so that tau = 1 returns exactly alpha_f.
+    return (1.0 - tau) * alpha_i + tau * alpha_f
 
 
-@dataclasses.dataclass(frozen=True)
-class _Linear:
-    alpha_i: float
-    alpha_f: float
-
-    def __call__(self, tau: float) -> float:
-        # A weighted sum, not alpha_i + tau * difference, so that tau = 1 returns exactly alpha_f.
-        return (1.0 - tau) * self.alpha_i + tau * self.alpha_f
+def half_cosine(tau: float, alpha_f: float) -> float:
+    """Return half a cosine from 1 to `alpha_f`."""
+    return alpha_f + (1.0 - alpha_f) * (1.0 + math.cos(math.pi * tau)) / 2.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cosine:
-    alpha_f: float
-
-    def __call__(self, tau: float) -> float:
-        return self.alpha_f + (1.0 - self.alpha_f) * (1.0 + math.cos(math.pi * tau)) / 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Polynomial:
-    power: float
-    alpha_f: float
-
-    def __call__(self, tau: float) -> float:
-        return self.alpha_f + (1.0 - self.alpha_f) * (1.0 - tau) ** self.power
+def _power(tau: float, power: float, alpha_f: float) -> float:
+    return alpha_f + (1.0 - alpha_f) * (1.0 - tau) ** power
 
 
 @dataclasses.dataclass(frozen=True)
 class _Annealed(Shape):
     """Warm-up from 0 to curve(0), then the curve over the rest up to `t_max` (if None, tau remains 0)."""
 
-    curve: Callable[[float], float]
+    curve: Curve
     t_max: Time | None
     warmup: Time
 
@@ -225,8 +201,8 @@ class _Annealed(Shape):
 class _OneCycle(Shape):
     """A reversed curve up to the peak, then another one."""
 
-    first: Callable[[float], float]
-    last: Callable[[float], float]
+    alpha_i: float
+    alpha_f: float
     peak: Time
     t_max: Time
 
@@ -234,8 +210,8 @@ class _OneCycle(Shape):
         # Both phases are stretched; the peak is not treated as a warm-up, which would keep its length.
         t, peak, end = moment._replace(warmup_ratio=moment.ratio).numbers(self.peak, "t_max", self.t_max)
         if t < peak:
-            return self.first(1.0 - t / peak)
-        return self.last(_tau(t - peak, end - peak))
+            return half_cosine(1.0 - t / peak, self.alpha_i)
+        return half_cosine(_tau(t - peak, end - peak), self.alpha_f)
 
     def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
         del with_warmup
@@ -250,10 +226,10 @@ def _tau(t: float, length: float) -> float:
 
 
 def _annealed(
-    where: str, alphas: dict[str, float], curve: Callable[[float], float], t_max: TimeLike | None, warmup: TimeLike
+    where: str, settings: dict[str, float], fn: Callable[..., float], t_max: TimeLike, warmup: TimeLike
 ) -> Schedule:
-    end = None if t_max is None else checked_time(t_max, f"{where}: t_max", is_positive=True)
-    start = checked_time(warmup, f"{where}: warmup")
-    if end is not None and end.unit is start.unit and start > end:
+    end, start = checked_time(t_max, f"{where}: t_max", is_positive=True), checked_time(warmup, f"{where}: warmup")
+    if end.unit is start.unit and start > end:
         raise ValueError(f"{where}: warmup={start} is longer than t_max={end}, which includes it")
-    return made(where, _Annealed(curve, end, start), **alphas, warmup=start, t_max=end)
+    shape = _Annealed(Curve(fn, tuple(settings.values())), end, start)
+    return made(where, shape, **settings, warmup=start, t_max=end)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from purecompose._support.checks import check_number, frozen, is_number, shown
+from purecompose.schedule.curves import half_cosine
 from purecompose.schedule.scalar import Product, Scalar, Schedule, collect, made
-from purecompose.schedule.shape import Moment, Shape, checked_time
+from purecompose.schedule.shape import Curve, Moment, Shape, checked_time
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.units import snapped
 
@@ -39,7 +40,7 @@ def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> S
     """
     gamma = check_number(gamma, "step: gamma", 0)
     period, start = _checked("step", "step_size", step_size, warmup)
-    return made("step", _Periodic(_Steps(gamma), period, start), step_size=period, gamma=gamma, warmup=start)
+    return made("step", _Periodic(Curve(_steps, (gamma,)), period, start), step_size=period, gamma=gamma, warmup=start)
 
 
 def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike = "0ba") -> Schedule:
@@ -63,7 +64,7 @@ def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike =
     """
     gamma = check_number(gamma, "exponential: gamma", 0, above=True)
     period, start = _checked("exponential", "decay_period", decay_period, warmup)
-    shape = _Periodic(_Exponential(gamma), period, start)
+    shape = _Periodic(Curve(_decay, (gamma,)), period, start)
     return made("exponential", shape, gamma=gamma, decay_period=period, warmup=start)
 
 
@@ -96,7 +97,7 @@ def cosine_warm_restarts(
     t_mult = check_number(t_mult, "cosine_warm_restarts: t_mult", 1)
     alpha_f = check_number(alpha_f, "cosine_warm_restarts: alpha_f")
     period, start = _checked("cosine_warm_restarts", "t_0", t_0, warmup)
-    shape = _Periodic(_Restarts(t_mult, alpha_f), period, start)
+    shape = _Periodic(Curve(_restarts, (t_mult, alpha_f)), period, start)
     return made("cosine_warm_restarts", shape, t_0=period, t_mult=t_mult, alpha_f=alpha_f, warmup=start)
 
 
@@ -136,59 +137,40 @@ def checked_times(times: Iterable[TimeLike], where: str) -> tuple[Time, ...]:
 # Curves: number of periods since the warm-up -> multiplier.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Steps:
-    gamma: float
-
-    def __call__(self, periods: float) -> float:
-        return self.gamma ** math.floor(periods)
+def _steps(periods: float, gamma: float) -> float:
+    return gamma ** math.floor(periods)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Exponential:
-    gamma: float
-
-    def __call__(self, periods: float) -> float:
-        return self.gamma**periods
+def _decay(periods: float, gamma: float) -> float:
+    return gamma**periods
 
 
-@dataclasses.dataclass(frozen=True)
-class _Restarts:
-    t_mult: float
-    alpha_f: float
+def _restarts(periods: float, t_mult: float, alpha_f: float) -> float:
+    growth = t_mult - 1.0
+    if growth == 0:
+        return half_cosine(periods - math.floor(periods), alpha_f)
+    number = math.floor(math.log1p(min(periods * growth, sys.float_info.max)) / math.log(t_mult))
+    # The logarithms may be off in the last bit, which matters right at a restart.
+    while _restart(number, t_mult) > periods:
+        number -= 1
+    while _restart(number + 1, t_mult) <= periods:
+        number += 1
+    return half_cosine((periods - _restart(number, t_mult)) / t_mult**number, alpha_f)
 
-    def __call__(self, periods: float) -> float:
-        number = self._number(periods)
-        tau = (periods - self._start(number)) / self.t_mult**number
-        return self.alpha_f + (1.0 - self.alpha_f) * (1.0 + math.cos(math.pi * tau)) / 2.0
 
-    def _number(self, periods: float) -> int:
-        """Return the number of restarts so far: the largest n whose start has been reached."""
-        growth = self.t_mult - 1.0
-        if growth == 0:
-            return math.floor(periods)
-        number = math.floor(math.log1p(min(periods * growth, sys.float_info.max)) / math.log(self.t_mult))
-        # The logarithms may be off in the last bit, which matters right at a restart.
-        while self._start(number) > periods:
-            number -= 1
-        while self._start(number + 1) <= periods:
-            number += 1
-        return number
-
-    def _start(self, number: int) -> float:
-        """Return 1 + t_mult + ... + t_mult^(number - 1), or infinity if that is beyond a float's range."""
-        growth = self.t_mult - 1.0
-        try:
-            return number if growth == 0 else (self.t_mult**number - 1.0) / growth
-        except OverflowError:
-            return math.inf
+def _restart(number: int, t_mult: float) -> float:
+    """Return 1 + t_mult + ... + t_mult^(number - 1), or infinity if that is beyond a float's range."""
+    try:
+        return (t_mult**number - 1.0) / (t_mult - 1.0)
+    except OverflowError:
+        return math.inf
 
 
 @dataclasses.dataclass(frozen=True)
 class _Periodic(Shape):
     """Warm-up from 0 to 1, then a curve over the number of periods since its end."""
 
-    curve: Callable[[float], float]
+    curve: Curve
     period: Time
     warmup: Time
 

@@ -121,8 +121,7 @@ class Schedule(_Factor):
 
         Raises:
             TypeError, ValueError: A setting is of the wrong kind or out of range; or the schedule is around a plain
-                function, whose times are not known, unless it has a method `scaled` with these arguments that returns
-                a stretched one.
+                function, whose times are not known.
 
         Example:
             >>> from purecompose.schedule import linear
@@ -133,15 +132,12 @@ class Schedule(_Factor):
         check_flag(scale_warmup, "scaled: scale_warmup")
         if ratio == 1:
             return self
-        if isinstance(self.fn, Shape):
-            fn = stretched(self.fn, ratio, scale_warmup=scale_warmup)
-        elif hasattr(self.fn, "scaled"):
-            fn = self.fn.scaled(ratio, scale_warmup=scale_warmup)  # pyright: ignore[reportFunctionMemberAccess]
-        else:
+        if not isinstance(self.fn, Shape):
             raise ValueError(
-                f"{self!r} is a plain function of the timestamp, whose times cannot be scaled by {ratio:g}: use an "
-                "object with a method scaled(ratio, *, scale_warmup) that returns the scaled one"
+                f"{self!r} is a plain function of the timestamp, whose times cannot be scaled by {ratio:g}: scale them "
+                "in the function"
             )
+        fn = stretched(self.fn, ratio, scale_warmup=scale_warmup)
         how = ", scale_warmup=True" if scale_warmup else ""
         return self if fn is self.fn else Schedule(fn, f"{self!r}.scaled({ratio!r}{how})")
 

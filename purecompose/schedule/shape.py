@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit, UnitError
@@ -182,6 +182,18 @@ class Shape:
     def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
         """Return all times that the shape depends on, with or without those of warm-ups."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A function of an elapsed fraction, or a number of periods, with settings; equal to others with the same ones."""
+
+    fn: Callable[..., float]
+    settings: tuple[float, ...]
+
+    def __call__(self, elapsed: float) -> float:
+        """Return the multiplier."""
+        return self.fn(elapsed, *self.settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,10 @@ Every algorithm acts at events, and every loop program contains events. An event
 name, so that no separate list has to be kept consistent with the members.
 """
 
-import difflib
 import enum
 from typing import Any
+
+from purecompose._support.specs import did_you_mean
 
 
 class Event(enum.Enum):
@@ -83,9 +84,8 @@ class Event(enum.Enum):
         for event in cls:
             if event.value == value.lower():
                 return event
-        close = difflib.get_close_matches(value.lower(), [event.value for event in cls])
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "list(Event) shows them all"
-        raise ValueError(f"no event is called {value!r}; {hint}")
+        hint = did_you_mean(value.lower(), [event.value for event in cls])
+        raise ValueError(f"no event is called {value!r};{hint or ' list(Event) shows them all'}")
 
     @property
     def is_before_event(self) -> bool:

@@ -122,21 +122,19 @@ class Time:
 
     @classmethod
     def of(cls, time: TimeLike | float, default_unit: TimeUnit | str | None = None) -> Time:
-        """Return a time from a Time, a string, a pair (value, unit), or a number of `default_unit`.
+        """Return a time from a Time, a string, or a number of `default_unit`.
 
         Raises:
             TypeError: `time` is none of these, or a number without a `default_unit`.
 
         Example:
-            >>> Time.of("5ep") == Time.of((5, "ep")) == Time.of(5, "ep")
+            >>> Time.of("5ep") == Time.of(5, "ep")
             True
         """
         if isinstance(time, Time):
             return time
         if isinstance(time, str):
             return cls.parse(time)
-        if isinstance(time, tuple) and len(time) == 2:
-            return cls(*time)
         if default_unit is not None and is_number(time):
             return cls(time, default_unit)  # pyright: ignore[reportArgumentType]
         is_whole = is_number(time) and not time % 1
@@ -186,8 +184,8 @@ class Time:
         return compare(self.value, other.value)
 
 
-TimeLike: TypeAlias = Time | str | tuple[float, TimeUnit | str]
-"""A time: `Time(5, "ep")`, "5ep" or (5, "ep")."""
+TimeLike: TypeAlias = Time | str
+"""A time: `Time(5, "ep")` or "5ep"."""
 
 
 def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, share: str = "") -> Time:

@@ -54,15 +54,6 @@ def shuffled(**options):
     return DataLoader(Noisy(), batch_size=4, shuffle=True, **options)
 
 
-def test_the_same_key_and_epoch_give_the_same_batches():
-    first = list(keyed_batches(shuffled(), KEY, 3))
-    torch.manual_seed(99)
-    assert_same(list(keyed_batches(shuffled(), KEY, 3)), first)
-    others = [keyed_batches(shuffled(), KEY, 4), keyed_batches(shuffled(), pc.random.key(8), 3)]
-    for other in others:
-        assert not torch.equal(next(other)[0], first[0][0])
-
-
 def test_every_example_occurs_once_in_a_different_order():
     loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=5, shuffle=True)
     orders = [torch.cat([batch[0] for batch in keyed_batches(loader, KEY, epoch)]).tolist() for epoch in range(3)]
@@ -176,16 +167,6 @@ def test_the_order_is_that_of_the_sampler_under_the_epochs_seed():
     drawn = torch.cat([batch for (batch,) in keyed_batches(loader, KEY, 1)])
     generator = torch.Generator().manual_seed(seeds[0])
     assert torch.equal(drawn, torch.multinomial(torch.ones(12), 12, True, generator=generator))
-
-
-def test_python_and_numpy_generators_are_unchanged():
-    random.seed(1)
-    np.random.seed(1)
-    expected = random.random(), np.random.rand()
-    random.seed(1)
-    np.random.seed(1)
-    list(keyed_batches(DataLoader(AnyNoise(), batch_sampler=HomeMade()), KEY, 0))
-    assert (random.random(), np.random.rand()) == expected
 
 
 def test_worker_info_contains_the_users_data_set():
@@ -313,12 +294,6 @@ def test_continuing_within_an_epoch_equals_one_run(stop):
     assert_same(trained(shuffled(), state=middle), whole)
 
 
-def test_workers_repeat_too():
-    whole = trained(shuffled(num_workers=1))
-    middle = trained(shuffled(num_workers=1), "4ba")
-    assert_same(trained(shuffled(num_workers=1), state=middle), whole)
-
-
 def test_persistent_workers_can_be_interrupted_and_reused():
     data = TensorDataset(*make_batch(0, 12))
     loader = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
@@ -350,11 +325,6 @@ def test_streams_of_unknown_length():
     assert (end.timestamp.epoch, end.timestamp.batch, end.timestamp.run.batches_per_epoch) == (2, 6, None)
     middle = trained(loader, "4ba")
     assert_same(trained(loader, state=middle).params, end.params)
-
-
-def test_a_break_after_some_batches_draws_only_for_these():
-    taken = list(islice(keyed_batches(shuffled(), KEY, 0), 2))
-    assert_same(taken, list(keyed_batches(shuffled(), KEY, 0))[:2])
 
 
 # Streams
@@ -398,16 +368,6 @@ def test_an_epoch_of_a_stream_does_not_depend_on_earlier_ones(kind, options):
     factor = 2 if kind is Owned else 1
     assert {row[1].item() for batch in second for row in batch} == {factor}
     assert not torch.equal(torch.cat(first)[:, 2:], torch.cat(second)[:, 2:])
-
-
-def test_streams_do_not_change_the_generators_of_python_and_numpy():
-    random.seed(1)
-    np.random.seed(1)
-    expected = random.random(), np.random.rand()
-    random.seed(1)
-    np.random.seed(1)
-    list(keyed_batches(DataLoader(Shuffling(), 4), KEY, 0))
-    assert (random.random(), np.random.rand()) == expected
 
 
 def test_workers_of_a_stream_end_with_its_epoch():

@@ -21,7 +21,6 @@ from tests.helpers import (
     make_cnn,
     make_mlp,
     make_state,
-    noise,
     recorder,
     run_steps,
 )
@@ -198,11 +197,6 @@ def test_an_algorithm_may_change_evaluation_batches():
     found = evaluate(make_state(net), uneven(), step=compose(loop_events, [double]))
     expected = by_hand(net, [(2 * inputs, targets) for inputs, targets in uneven()])
     assert found["loss"] == pytest.approx(expected[0], rel=1e-6)
-
-
-def test_match_of_training_algorithms_is_not_called():
-    plain = evaluate(make_state(), uneven())
-    assert evaluate(make_state(), uneven(), step=compose(loop_events, [noise()])) == plain
 
 
 def test_the_events_of_a_standalone_evaluation():

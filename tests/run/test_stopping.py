@@ -112,13 +112,6 @@ def test_conditions_for_stopping_may_be_added_or_removed_on_resumption(tmp_path:
     assert_same(fit(compose(loop_events), make_state(), BATCHES, **options).params, plain.params)
 
 
-def test_a_compiled_run_stops_at_the_same_batch() -> None:
-    options: dict[str, Any] = {"evaluate": evaluator(), "stop": [EarlyStopping("eval/error", patience="2ep")]}
-    slow, fast = compose(loop_events), pc.compile(compose(loop_events), backend="eager", quiet=True)
-    ends = [fit(step, make_state(duration="50ep"), BATCHES, **options) for step in (slow, fast)]
-    assert ends[0].timestamp == ends[1].timestamp
-
-
 def test_metrics_of_training_decide_after_each_epoch() -> None:
     step = compose(loop_events, [pc.algorithms.training_metrics(), pc.algorithms.gradient_norm()])
     ends: list[State] = []

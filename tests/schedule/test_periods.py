@@ -188,46 +188,6 @@ def test_a_milestone_within_the_warm_up_acts_after_it() -> None:
     assert values(multi_step(["2ba", "5ba"], 0.5, "4ba"), 6) == [0, 0.25, 0.5, 0.75, 0.5, 0.25]
 
 
-def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
-    """Call the factory without type checks, since the arguments are wrong on purpose."""
-    return factory(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: step("0ep"), ValueError, "step: step_size: expected a time > 0, got 0ep"),
-        (lambda: step("-2ep"), ValueError, "step: step_size: expected a time > 0"),
-        (lambda: call(step, 30), TypeError, "step: step_size=30: expected a Time.*'30ep'"),
-        (lambda: step("30s"), ValueError, "step: step_size=30sec: a schedule cannot follow wall-clock"),
-        (lambda: step("3ep", -0.1), ValueError, "step: gamma: expected a finite number >= 0"),
-        (lambda: call(step, "3ep", "0.1"), TypeError, "step: gamma"),
-        (lambda: step("3ep", warmup="-1ba"), ValueError, "step: warmup: expected a time >= 0"),
-        (lambda: exponential(0), ValueError, "exponential: gamma: expected a finite number > 0"),
-        (lambda: exponential(0.9, "0ba"), ValueError, "exponential: decay_period"),
-        (lambda: cosine_warm_restarts("5ba", 0.5), ValueError, "t_mult: expected a finite number >= 1"),
-        (lambda: cosine_warm_restarts("0dur"), ValueError, "cosine_warm_restarts: t_0: expected a time > 0"),
-        (lambda: cosine_warm_restarts("5ba", alpha_f=math.nan), ValueError, "cosine_warm_restarts: alpha_f"),
-        (lambda: multi_step([]), ValueError, "expected at least one milestone"),
-        (
-            lambda: multi_step("30ep"),
-            TypeError,
-            r"multi_step: milestones: expected a sequence of times, such as \['30ep'",
-        ),
-        (lambda: call(multi_step, 30), TypeError, "expected a sequence of times"),
-        (lambda: multi_step(["3ep", "x"]), ValueError, r"multi_step: milestones\[1\]='x': cannot read the time 'x'"),
-        (lambda: multi_step(["1h"]), ValueError, "wall-clock"),
-        (lambda: multi_step(["3ep"], math.inf), ValueError, "multi_step: gamma"),
-        (lambda: schedules.polynomial(0), ValueError, "polynomial: power: expected a finite number > 0"),
-        (lambda: schedules.polynomial(2, "0ba"), ValueError, "polynomial: t_max: expected a time > 0"),
-        (lambda: schedules.polynomial(2, "5ba", warmup="6ba"), ValueError, "polynomial: warmup=6ba is longer"),
-    ],
-)
-def test_periods_are_checked(make: Callable[[], Schedule], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
 @pytest.mark.parametrize(
     ("schedule", "run", "error", "message"),
     [
@@ -245,7 +205,7 @@ def test_periods_that_the_run_cannot_determine_are_errors(
 
 ALL = [
     schedules.constant(0.5, warmup="3ba"),
-    schedules.constant(0.5, t_max="9ba"),
+    schedules.constant(0.5),
     schedules.linear(2.0, 0.5, "10ep", "3ba"),
     schedules.cosine(0.1, "10ep"),
     schedules.polynomial(2, "0.5dur", 0.1),
@@ -262,11 +222,3 @@ def test_a_schedule_prints_as_the_call_that_makes_it(schedule: Schedule) -> None
     again = eval(repr(schedule), vars(schedules).copy())
     assert again == schedule and hash(again) == hash(schedule) and repr(again) == repr(schedule)
     assert pickle.loads(pickle.dumps(schedule)) == schedule
-
-
-def test_schedules_with_different_settings_differ() -> None:
-    others = [step("3ep"), step("4ep"), step("3ep", 0.2), step("3ep", warmup="1ep"), exponential(0.1, "3ep")]
-    others += [multi_step(["3ep"]), multi_step(["3ep", "4ep"]), cosine_warm_restarts("3ep"), *ALL]
-    others += [cosine_warm_restarts("3ep", 2), step("3ep").scaled(0.5), step("3ep").scaled(0.25)]
-    assert len(set(others)) == len(others)
-    assert step((3, "ep"), 0.1) == step("3ep") and multi_step(("3ep",)) == multi_step([Time(3, "ep")])

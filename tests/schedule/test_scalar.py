@@ -110,30 +110,6 @@ def test_only_scalars_multiply(other: Any) -> None:
             _ = other * scalar
 
 
-def test_products_are_checked() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        _ = math.inf * cosine()
-    with pytest.raises(TypeError, match="multiply with"):
-        Product((2.0 * cosine(), 3.0))
-    with pytest.raises(TypeError, match="expected a finite number"):
-        Product(("lr",))  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("name", "default", "error", "message"),
-    [
-        ("", 0.1, TypeError, "expected a name"),
-        (3, 0.1, TypeError, r"got 3 \(int\)"),
-        ("lr", "0.1", TypeError, r"hparam\('lr'\): default: expected a finite number, got '0.1'"),
-        ("lr", math.nan, ValueError, "finite"),
-        ("lr", True, TypeError, "expected a finite number"),
-    ],
-)
-def test_hparams_are_checked(name: Any, default: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        hparam(name, default)
-
-
 def halve(timestamp: Timestamp) -> float:
     return 0.5**timestamp.batch
 
@@ -156,12 +132,6 @@ def test_plain_functions_are_schedules() -> None:
 def test_a_schedule_must_give_a_finite_number(result: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         scheduled(lambda timestamp: result)(NOW)
-
-
-@pytest.mark.parametrize("fn", [0.5, None, cosine()])
-def test_scheduled_only_takes_functions(fn: Any) -> None:
-    with pytest.raises(TypeError, match="expected a function"):
-        scheduled(fn)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,5 @@
 """Schedules in sequence: each one treats its part of the run as a whole run."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from hypothesis import given, strategies as st
 
@@ -13,11 +10,9 @@ from purecompose.schedule import (
     cosine,
     cosine_warm_restarts,
     exponential,
-    hparam,
     linear,
     multi_step,
     polynomial,
-    scheduled,
     sequence,
     step,
 )
@@ -27,7 +22,7 @@ from purecompose.time import RunLength, Time, Timestamp, UnitError
 # Schedules of all kinds, in batches and fractions, whose warm-ups all fit in a part of at least 7 batches.
 KINDS = [
     constant(0.3, warmup="2ba"),
-    constant(0.3, t_max="0.5dur"),
+    constant(0.3),
     linear(0.0, 1.0),
     linear(2.0, 0.5, "0.5dur", "2ba"),
     cosine(0.1, warmup="3ba"),
@@ -120,40 +115,6 @@ def test_at_and_after_the_end_of_the_run() -> None:
     assert at(late, 10, run) == 1
     with pytest.raises(ValueError, match="t_max=.* is negative in this run: in a sequence, the milestone"):
         at(late, 20, run)
-
-
-def plain(timestamp: Timestamp) -> float:
-    return 1.0 / (1 + timestamp.batch)
-
-
-def call(*args: Any) -> Schedule:
-    """Call the factory without type checks, since the arguments are wrong on purpose."""
-    return sequence(*args)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: sequence([], []), ValueError, "one schedule more than milestones, got 0 and 0"),
-        (lambda: sequence([linear()], ["5ba"]), ValueError, "got 1 and 1"),
-        (lambda: sequence([linear(), 1, 2], ["5ba"]), ValueError, "got 3 and 1"),
-        (lambda: sequence([1, 2, 3], ["5ba", "5ba"]), ValueError, "expected increasing milestones, got 5ba after 5ba"),
-        (lambda: sequence([1, 2, 3], ["5ba", "4ba"]), ValueError, "increasing"),
-        (lambda: sequence([1, 2], ["-5ba"]), ValueError, r"sequence: milestones\[0\]: expected a time >= 0"),
-        (lambda: sequence([1, 2], ["5sec"]), ValueError, "wall-clock"),
-        (lambda: sequence([1, 2], "5ba"), TypeError, "sequence: milestones: expected a sequence of times"),
-        (lambda: sequence([scheduled(plain), 2], ["5ba"]), TypeError, r"scheduled\(plain\) is a plain function"),
-        (lambda: sequence([2 * scheduled(plain), 2], ["5ba"]), TypeError, "does not start again"),
-        (lambda: sequence([hparam("lr", 1.0), 2], ["5ba"]), TypeError, r"products of them, got hparam\('lr', 1.0\)"),
-        (lambda: sequence([2 * hparam("lr", 1.0), 2], ["5ba"]), TypeError, "expected numbers, schedules"),
-        (lambda: call(["linear", 2], ["5ba"]), TypeError, "expected numbers, schedules and products"),
-        (lambda: call("linear", []), TypeError, "expected several schedules"),
-        (lambda: call(linear(), []), TypeError, "expected several schedules"),
-    ],
-)
-def test_sequences_are_checked(make: Callable[[], Schedule], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
 
 
 def test_a_part_whose_time_the_run_cannot_determine_is_an_error() -> None:

@@ -111,10 +111,6 @@ def test_every_picks_the_same_batches_before_and_after_the_time_advances(interva
     assert before_advance or in_epoch
 
 
-def test_epoch_ends_holds_after_the_time_advances_too() -> None:
-    assert batches_of(epoch_ends(), RUN, 20, Event.BATCH_END) == [5, 10, 15, 20]
-
-
 @pytest.mark.parametrize("event", LATER_EVENTS)
 def test_counting_predicates_do_not_hold_before_the_first_batch(event: Event) -> None:
     start = at_time(Timestamp(run=RUN))
@@ -259,28 +255,6 @@ def test_is_timed_is_false_for_predicates_that_read_more_than_time() -> None:
 # Printing
 
 
-@pytest.mark.parametrize(
-    ("predicate", "text"),
-    [
-        (
-            on(Event.AFTER_DATALOADER) & between(0.5, 0.9) & ~every(2),
-            "on(AFTER_DATALOADER) & after('0.5dur') & before('0.9dur') & ~every('2ba')",
-        ),
-        (on(Event.BATCH_END) & epoch_ends(), "on(BATCH_END) & epoch_ends()"),
-        (on("batch_end", "init"), "on(INIT, BATCH_END)"),
-        (every("1ep", in_epoch=True), "every('1ep', in_epoch=True)"),
-        (every("1ep", since=0.5), "every('1ep', since='0.5dur')"),
-        (every(2) | every(3), "(every('2ba') | every('3ba'))"),
-        (~(every(2) & after(0.5)), "~(every('2ba') & after('0.5dur'))"),
-        (as_predicate(is_plain), "is_plain"),
-        (ALWAYS, "always"),
-        (~ALWAYS, "never"),
-    ],
-)
-def test_predicates_print_as_they_are_written(predicate: Predicate, text: str) -> None:
-    assert repr(predicate) == text
-
-
 @given(st.data())
 def test_the_repr_evaluates_to_a_predicate_of_the_same_meaning(data: st.DataObject) -> None:
     run = data.draw(runs())
@@ -318,22 +292,13 @@ def test_arguments_other_than_predicates_and_functions_are_refused(match: Any) -
         (lambda: on("batch_ends"), ValueError, "batch_end"),
         (lambda: on(3), TypeError, "expected an Event"),  # pyright: ignore[reportArgumentType]
         (lambda: after(1.5), ValueError, r"after: time=1\.5: expected a share of the run in \[0, 1\], or .* '10ba'"),
-        (lambda: after(-0.1), ValueError, "share of the run"),
         (lambda: after(math.nan), ValueError, "finite"),
-        (lambda: after(True), TypeError, "expected a Time"),
-        (lambda: after("3"), ValueError, "no unit"),
-        (lambda: after("1.5dur"), ValueError, "share of the run"),
         (lambda: before("soon"), ValueError, "before: time='soon': cannot read the time"),
         (lambda: between("1ep", "late"), ValueError, "between: end='late': cannot read the time"),
         (lambda: before("60sec"), ValueError, r"before: time='60sec': wall-clock .* fit\(duration=\.\.\.\)"),
         (lambda: between(0.9, 0.5), ValueError, r"between\(0\.9, 0\.5\): expected the start before the end"),
-        (lambda: between("9ep", "5ep"), ValueError, "the start before the end"),
         (lambda: every(0), ValueError, r"every\(0\): expected a positive interval"),
-        (lambda: every(-2), ValueError, "positive"),
         (lambda: every(2.5), TypeError, "write '2.5dur' for a fraction"),  # pyright: ignore[reportArgumentType]
-        (lambda: every(True), TypeError, "expected a Time"),
-        (lambda: every("0ep"), ValueError, "positive"),
-        (lambda: every("8sp"), ValueError, "expected batches"),
         (lambda: every("60sec"), ValueError, "expected batches"),
         (lambda: every(2, in_epoch=True, since=0.5), ValueError, "in_epoch or since"),
         (lambda: every(2, since="60sec"), ValueError, "wall-clock"),

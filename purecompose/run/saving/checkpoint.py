@@ -67,12 +67,7 @@ class Snapshot:
     """Of divided tensors, the first row that this process has, and the row after the last."""
 
     def write(self, target: Path, writers: Writers | None = None) -> None:
-        """Write the snapshot, atomically; may be called in another thread, unless processes write it together.
-
-        Args:
-            target: The folder.
-            writers: The processes that share the state; see `folder.write_together`.
-        """
+        """Write the snapshot, atomically; may be called in another thread, unless processes write it together."""
         if self.arrived is not None:
             self.arrived.synchronize()
 
@@ -282,11 +277,7 @@ def restored(
 def restore_extra(extra: Any, path: Path, outside: Mapping[str, Any]) -> None:
     """Put what a run keeps outside the state back in its place, from what `outside_of` returned for a checkpoint.
 
-    Raises:
-        MismatchError: It has another form in the checkpoint.
-
-    Warns:
-        CheckpointWarning: Only the run or only the checkpoint has it.
+    It warns if only the run or only the checkpoint has it.
     """
     if (extra is not None) != (EXTRA in outside):
         text = (
@@ -351,14 +342,7 @@ class Resumed:
 
 
 def resumed_from(path: Path, like: State, step: Step, ignore: Collection[str] = ()) -> Resumed:
-    """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`.
-
-    Args:
-        path: The checkpoint.
-        like: The template.
-        step: The step that will train it.
-        ignore: See `load`.
-    """
+    """Return the checkpoint in a folder, to resume a run; BEFORE_LOAD fires on the template, as in `load`."""
     like = step.fire(Event.BEFORE_LOAD, like)
 
     def resumed() -> Resumed:

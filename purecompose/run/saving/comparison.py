@@ -77,20 +77,16 @@ def architecture(model: Model) -> list[str]:
 
 
 def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
-    """Return a line for each module whose type differs in two networks; modules inside a listed one are left out.
+    """Return a line for each module whose type differs in two networks, as `architecture` describes them.
 
-    The same weights define another function in such a module, even if names and shapes agree.
-
-    Args:
-        saved: One network, as `architecture` describes it.
-        now: The other one.
-        place: Source of the first one, such as "the file".
+    The same weights define another function in such a module, even if names and shapes agree. Modules inside a listed
+    one are left out. `place` is the source of the first network, such as "the file".
     """
     there, here = _by_name(saved), _by_name(now)
     found: list[str] = []
     for name in dict.fromkeys([*there, *here]):
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
-        if not is_inside and _type(there.get(name)) != _type(here.get(name)):
+        if not is_inside and _type(there, name) != _type(here, name):
             found.append(name)
     saved_words, words = ({name: one.get(name, "nothing") for name in found} for one in (there, here))
     return unequal(saved_words, words, "model: ", place)
@@ -99,7 +95,7 @@ def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
 def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
     """Return a line for each module whose settings differ; see `other_modules` for the arguments."""
     there, here = _by_name(saved), _by_name(now)
-    both = [name for name in there if name in here and _type(there[name]) == _type(here[name])]
+    both = [name for name in there if name in here and _type(there, name) == _type(here, name)]
     return unequal(_only(there, both), _only(here, both), "model: ", place)
 
 
@@ -183,8 +179,8 @@ def _by_name(lines: list[str]) -> dict[str, str]:
     return {name: words for name, _, words in (line.partition(": ") for line in lines)}
 
 
-def _type(words: str | None) -> str | None:
-    return None if words is None else words.partition("(")[0]
+def _type(modules: Mapping[str, str], name: str) -> str | None:
+    return modules[name].partition("(")[0] if name in modules else None
 
 
 def _in_words(module: nn.Module) -> str:

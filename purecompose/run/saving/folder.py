@@ -55,10 +55,7 @@ class Found:
 def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: Mapping[str, Tensor]) -> None:
     """Write a checkpoint; an existing one is replaced once the new one is complete.
 
-    Args:
-        target: The checkpoint's folder.
-        make_index: Function that returns the index, given the files' lengths and checksums.
-        tensors: Tensors by name, on the CPU and contiguous.
+    `make_index` returns the index, given the files' lengths and checksums; the tensors are on the CPU and contiguous.
     """
     with replaced(target) as folder:
         write_index(folder, make_index({file_name(): write_tensors(folder / file_name(), tensors)}))
@@ -378,13 +375,7 @@ def writers_of(state: State, step: Step | None = None) -> Writers | None:
 def in_all(writers: Writers | None, act: Callable[[], T], problem: str) -> T:
     """Call a function in all processes and return its result; raise in all of them if it fails in any.
 
-    Args:
-        writers: The processes; `None` if there is only this one.
-        act: The function.
-        problem: What to say if it raises in another process.
-
-    Raises:
-        OSError: It raised in another process.
+    Where it fails in another process, the error is an `OSError` that begins with `problem`.
     """
     if writers is None:
         return act()
@@ -407,12 +398,8 @@ def write_together(
 ) -> None:
     """Write a checkpoint together with the other processes, all of which call this; it is complete for all or for none.
 
-    Args:
-        target: The checkpoint's folder, on a file system that all share.
-        make_index: As for `write`; the reports of the files also contain `rows`.
-        make_tensors: Function that returns the tensors that this process writes, as for `write`.
-        rows: Of divided tensors, the first row that this process has, and the row after the last.
-        writers: The processes.
+    The target is on a file system that all share. `rows` are the first row that this process has of each divided
+    tensor, and the row after the last; the reports of files contain them, too. For the rest see `write`.
     """
     new, problem = hidden(target, writers.run), f"{target} was not written"
 

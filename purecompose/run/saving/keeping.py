@@ -179,12 +179,9 @@ class Keeper:
         self.folder: Path = self._mirror.local
 
     def begin(self, state: State, step: Step | None = None, *, from_here: Resumed | None = None) -> None:
-        """Check, before the run starts, that it can be saved, and that the folder has no later checkpoints.
+        """Check that the run, which starts at `state`, can be saved, and that the folder has no later checkpoints.
 
-        Args:
-            state: The state at the start of the run.
-            step: The step that trains it.
-            from_here: The checkpoint in this folder from which the run continues, if any.
+        `from_here` is the checkpoint in this folder from which it continues, if any.
         """
         leaves_of(state)
         library()
@@ -231,14 +228,9 @@ class Keeper:
     ) -> None:
         """Write a checkpoint, or pass it to the thread; errors of the disk become warnings.
 
-        Processes that hold parts of the state write together and wait for each other, so no thread does it.
-
-        Args:
-            state: The state.
-            step: The step that trains it.
-            metrics: What has been measured of it.
-            memory: Notes for the run that continues.
-            position: Function that returns the position of the data at a time, `None` if they have none.
+        Processes that hold parts of the state write together and wait for each other, so no thread does it. `metrics`
+        are those measured of the state, `memory` notes for the run that continues, and `position` returns the position
+        of the data at a time, `None` if they have none.
         """
         self._tell()
         now, is_best = state.timestamp, self._is_best(metrics)

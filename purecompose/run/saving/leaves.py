@@ -241,14 +241,7 @@ def stored(tensor: Tensor) -> Tensor:
 def mismatches(
     like: State, tensors: Mapping[str, Spec], values: Mapping[str, Any], elsewhere: Collection[str] = ()
 ) -> list[str]:
-    """Return a line for each saved leaf that does not fit a template.
-
-    Args:
-        like: The template.
-        tensors: The forms of the saved tensors.
-        values: The saved values.
-        elsewhere: The names of leaves that are not loaded on purpose.
-    """
+    """Return a line for each saved leaf that does not fit a template; those `elsewhere` are not loaded on purpose."""
     wanted, found = leaves_of(_lasting(like)), {*tensors, *values}
     lines = []
     for name, tensor in wanted.tensors.items():
