@@ -21,12 +21,7 @@ from purecompose.analysis.effects import (
     Interval as Interval,
     simultaneous_intervals as simultaneous_intervals,
 )
-from purecompose.analysis.replaying import (
-    MaxDifference as MaxDifference,
-    RecordedRun as RecordedRun,
-    Replay as Replay,
-    replay as replay,
-)
+from purecompose.analysis.replaying import RecordedRun as RecordedRun, Replay as Replay, replay as replay
 from purecompose.analysis.searching import Bisection as Bisection, bisect as bisect
 from purecompose.analysis.sweeping import (
     LearningRateRange as LearningRateRange,

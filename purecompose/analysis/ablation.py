@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose import random
+from purecompose import batch as batches, random
 from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose.analysis.effects import Ablation, Cell, effects_of, name_of, subsets_of
-from purecompose.analysis.sweeping import check_repeated, first_batch, population_of
+from purecompose.analysis.sweeping import population_of
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.loaders import StateStream, check_batches, describe_data, own_order
+from purecompose.data.loaders import StateStream, check_batches, describe_data, epoch_batches, own_order
 from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.records import RunFolder
 from purecompose.records.layout import read_json, write_json, write_text
@@ -263,7 +263,7 @@ class Trainer:
             settings = {"methods": [repr(algorithm) for algorithm in step.algorithms], "seeds": list(seeds)}
             path = self.folder / name.replace(" + ", "+").replace(" ", "-") / _seeds_name(seeds)
             with RunFolder(path, settings, resume=True) as run:
-                run.begin(step, start, first_batch(data, start))
+                run.begin(step, start, _first_batch(data, start))
                 fit(
                     step,
                     start,
@@ -316,7 +316,7 @@ class _Results:
             self._write()
             return
         content = read_json(folder / _FILE)
-        check_repeated("ablate", folder, content["settings"], self._settings)
+        _check_repeated(folder, content["settings"], self._settings)
         for name, values in content["cells"].items():
             self.values[name] = {int(seed): value for seed, value in values.items()}
 
@@ -333,6 +333,29 @@ class _Results:
     def _write(self) -> None:
         assert self._trainer.folder is not None
         write_json(self._trainer.folder / _FILE, {"settings": self._settings, "cells": self.values})
+
+
+def _check_repeated(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a folder has the results of other settings, with which this call would be mixed."""
+    lines = [
+        f"{name} was {saved.get(name, 'absent')}, and is {now.get(name, 'absent')}"
+        for name in dict.fromkeys((*saved, *now))
+        if saved.get(name) != now.get(name)
+    ]
+    if lines:
+        raise ValueError(
+            f"ablate: folder={str(folder)!r} contains another ablation: {'; '.join(lines)}. Choose another folder, or "
+            "repeat the earlier call"
+        )
+
+
+def _first_batch(data: Any, state: State) -> Any:
+    """Return the first batch of a run, or of a population's, on the state's device."""
+    given = (
+        [data.batch(state)] if isinstance(data, StateStream) else epoch_batches(data, state.key.reshape(-1, 2)[0], 0)
+    )
+    batch = next(iter(given))
+    return batches.map_tensors(lambda tensor: tensor.to(state.device), batch)
 
 
 def _settings_of(trainer: Trainer, seed: int) -> dict[str, str]:

@@ -1,25 +1,21 @@
 """`compare`: where two runs begin to differ, how the difference grows, and in what their settings differ."""
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._support.checks import check_number, shown
+from purecompose._support.shards import whole
 from purecompose._support.tables import table
-from purecompose.analysis.replaying import (
-    MaxDifference,
-    RecordedRun,
-    checkpoints_in,
-    differing,
-    max_difference,
-    point,
-    states_from,
-)
+from purecompose.analysis.replaying import RecordedRun, checkpoints_in, point, states_from
 from purecompose.data.loaders import differences as data_differences
 from purecompose.records import read_run
 from purecompose.records.layout import CONFIG, flat
@@ -36,8 +32,8 @@ class CheckpointDifference(NamedTuple):
     """Number of the batch."""
     num_leaves: int
     """Number of leaves that differ by more than the tolerance."""
-    difference: MaxDifference
-    """The largest difference of the parameters, or if they agree, of all leaves; relative to run a."""
+    distance: float
+    """The norm of the difference of all parameters, divided by the norm of run a's; infinite if only one is finite."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +63,8 @@ class Comparison:
         )
         parts.append(self._first())
         if self.by_checkpoint:
-            rows = [
-                [
-                    str(one.batch),
-                    str(one.num_leaves),
-                    f"{one.difference.relative:.3g}",
-                    f"{one.difference.absolute:.3g}",
-                    one.difference.leaf,
-                ]
-                for one in self.by_checkpoint
-            ]
-            parts.append(table(["batch", "leaves", "relative", "absolute", "largest in"], rows))
+            rows = [[str(one.batch), str(one.num_leaves), f"{one.distance:.3g}"] for one in self.by_checkpoint]
+            parts.append(table(["batch", "leaves that differ", "distance of the parameters"], rows))
         return "\n\n".join(parts)
 
     def _first(self) -> str:
@@ -129,7 +116,7 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
         since = by_checkpoint[first - 1].batch if first else -1
         batch, leaves = (
             by_checkpoint[first].batch,
-            tuple(differing(_tensors(pairs[first][0]), _tensors(pairs[first][1]), tolerance)),
+            tuple(_differing(_tensors(pairs[first][0]), _tensors(pairs[first][1]), tolerance)),
         )
         if first and isinstance(run_a, RecordedRun) and isinstance(run_b, RecordedRun):
             exact = _side_by_side(run_a, run_b, pairs[first - 1], batch, tolerance)
@@ -159,10 +146,38 @@ def _tensors(found: Found) -> Mapping[str, Tensor]:
 
 def _difference(one: Found, other: Found, tolerance: float) -> CheckpointDifference:
     ours, theirs = _tensors(one), _tensors(other)
-    num = sum(1 for _ in differing(ours, theirs, tolerance))
-    params = ({name: side[name] for name in side if name.startswith("params")} for side in (theirs, ours))
-    largest = max_difference(*params)
-    return CheckpointDifference(one.index.batch, num, largest if largest.leaf else max_difference(theirs, ours))
+    num = sum(1 for _ in _differing(ours, theirs, tolerance))
+    return CheckpointDifference(one.index.batch, num, _distance(ours, theirs))
+
+
+def _distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference of the parameters, relative to ours; NaNs in the same place count as equal."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name in (name for name in ours if name.startswith("params")):
+        first, second = (whole(side[name]).cpu().double() if name in side else None for side in (ours, theirs))
+        if first is None or second is None or first.shape != second.shape:
+            return math.inf
+        is_same = (first == second) | (first.isnan() & second.isnan())
+        difference, finite = torch.where(is_same, 0, first - second), first.nan_to_num(0.0, 0.0, 0.0)
+        squares += torch.stack([difference.square().sum(), finite.square().sum()])
+    share = float((squares[0] / squares[1]).sqrt()) if squares[0] else 0.0
+    return math.inf if math.isnan(share) else share
+
+
+def _differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> Iterator[str]:
+    """Yield a description of each leaf that differs, in the order of the first mapping.
+
+    Args:
+        ours: Tensors by name.
+        theirs: The others.
+        tolerance: See `tree.differences`.
+    """
+    for name in dict.fromkeys((*ours, *theirs)):
+        if name not in ours or name not in theirs:
+            yield f"{name}: only in {'a' if name in ours else 'b'}"
+            continue
+        for found in tree.differences(ours[name], theirs[name], tolerance=tolerance):
+            yield f"{name}{found}"
 
 
 def _side_by_side(
@@ -173,7 +188,7 @@ def _side_by_side(
     ours, theirs = (states_from(run, run.load(one), run.before(at)[1]) for run, one in zip((a, b), start, strict=True))
     with contextlib.closing(ours), contextlib.closing(theirs):
         for first, second in zip(ours, theirs, strict=False):
-            if leaves := tuple(differing(leaves_of(first).tensors, leaves_of(second).tensors, tolerance)):
+            if leaves := tuple(_differing(leaves_of(first).tensors, leaves_of(second).tensors, tolerance)):
                 return first.timestamp.batch, leaves
             if first.timestamp.batch >= until:
                 break

@@ -8,11 +8,9 @@ References:
 import dataclasses
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,6 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.data.loaders import StateStream, check_batches, draws_globally, epoch_batches, fixed_batches
 from purecompose.observers import History
-from purecompose.records import RunFolder, read_run
-from purecompose.records.layout import CONFIG
 from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.fit import fit, start_of_run
 from purecompose.run.rules import mode_of
@@ -82,7 +78,6 @@ def sweep(
     seeds: int = 1,
     chunk_size: int | None = None,
     observers: Observer | Iterable[Observer] = (),
-    folder: str | os.PathLike[str] | None = None,
 ) -> Sweep:
     """Train a population with different values of named scalars, and rank them by a metric.
 
@@ -102,14 +97,12 @@ def sweep(
         seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
         chunk_size: Number of members computed at a time, which bounds the memory; see `population`.
         observers: Observers of the run.
-        folder: A folder for the run; the same call resumes an interrupted run in it, and other settings are refused.
 
     Returns:
         The trials, ranked by the metric, and the state of the population at the end.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range, the state has no such hparam, or the
-            folder contains another sweep.
+        TypeError, ValueError: An argument has the wrong type or is out of range, or the state has no such hparam.
 
     Example:
         >>> from purecompose import compose, data, loop_events, losses, optim
@@ -142,16 +135,7 @@ def sweep(
     together, start, stacked, evaluator = population_of(step, members, data, evaluate, chunk_size)
     history = History()
     watching: list[Any] = [history, *([observers] if callable(observers) else observers)]
-    if folder is None:
-        end = fit(together, start, stacked, evaluate=evaluator, observers=watching)
-    else:
-        config = {"metric": metric, "seeds": seeds, **{name: [one[name] for one in settings] for name in names}}
-        if (Path(folder) / CONFIG).is_file():
-            check_repeated("sweep", Path(folder), read_run(folder).config, config)
-        with RunFolder(folder, config, resume=True) as run:
-            run.begin(together, start, first_batch(stacked, start))
-            kept = {"checkpoints": run.checkpoints(every="0.1dur", keep=1), "resume": run.resume}
-            end = fit(together, start, stacked, evaluate=evaluator, observers=[*watching, run.observer], **kept)
+    end = fit(together, start, stacked, evaluate=evaluator, observers=watching)
     return _ranked(metric, mode, settings, history.series(metric)[1][-1], end)
 
 
@@ -192,30 +176,6 @@ def _ranked(metric: str, mode: str, settings: Sequence[dict[str, float]], found:
     badness = [sign * trial.metric if math.isfinite(trial.metric) else math.inf for trial in trials]
     order = sorted(range(len(trials)), key=badness.__getitem__)
     return Sweep(metric, tuple(trials[i] for i in order), end, order[0] * seeds)
-
-
-def check_repeated(where: str, folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if a folder has the results of other settings, with which this call would be mixed."""
-    lines = [
-        f"{name} was {saved.get(name, 'absent')}, and is {now.get(name, 'absent')}"
-        for name in dict.fromkeys((*saved, *now))
-        if saved.get(name) != now.get(name)
-    ]
-    if lines:
-        what = "ablation" if where == "ablate" else where
-        raise ValueError(
-            f"{where}: folder={str(folder)!r} contains another {what}: {'; '.join(lines)}. Choose another folder, or "
-            "repeat the earlier call"
-        )
-
-
-def first_batch(data: Any, state: State) -> Any:
-    """Return the first batch of a run, or of a population's, on the state's device."""
-    given = (
-        [data.batch(state)] if isinstance(data, StateStream) else epoch_batches(data, state.key.reshape(-1, 2)[0], 0)
-    )
-    batch = next(iter(given))
-    return batches.map_tensors(lambda tensor: tensor.to(state.device), batch)
 
 
 def population_of(

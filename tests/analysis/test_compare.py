@@ -50,7 +50,7 @@ def test_the_first_batch_and_leaf_and_the_growth(plain: RecordedRun, tmp_path: P
     # The tenth batch is number 9 inside its step.
     assert (found.batch, found.since) == (10, 9)
     assert [line.partition(":")[0] for line in found.leaves] == ["params['3.bias']"]
-    shares = {one.batch: one.difference.relative for one in found.by_checkpoint}
+    shares = {one.batch: one.distance for one in found.by_checkpoint}
     assert shares[8] == 0 < shares[12] and [*shares] == [0, 4, 8, 12, 16, 20, 24]
     assert "algorithm nudge: nothing in a, nudge() in b" in found.settings, found.settings
     assert "the first difference is at batch 10: params['3.bias']: 1 of 3 elements differ" in str(found)

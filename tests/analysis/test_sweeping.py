@@ -1,6 +1,5 @@
 """A sweep trains each setting as a single run would."""
 
-import pathlib
 from typing import Any
 
 import pytest
@@ -53,21 +52,6 @@ def test_settings_are_ranked_as_the_metric_declares() -> None:
         ranked(gap)
 
 
-def test_an_interrupted_sweep_continues(tmp_path: pathlib.Path) -> None:
-    def run(folder: pathlib.Path | None, observers: Any = ()) -> list[float]:
-        given: Any = make_step([]), new_state(0, "4ep"), train_data(), {"lr": RATES}
-        found = sweep(*given, evaluate=evaluator(), folder=folder, observers=observers)
-        return [trial.metric for trial in found.trials]
-
-    def stop(event: pc.Event, state: pc.State) -> None:
-        if state.timestamp.batch == 14:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        run(tmp_path / "run", stop)
-    assert run(tmp_path / "run") == run(None)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_a_compiled_sweep_has_the_graph_of_one_population() -> None:
@@ -76,17 +60,3 @@ def test_a_compiled_sweep_has_the_graph_of_one_population() -> None:
         sweep(one, new_state(0), train_data(), {"lr": RATES}, evaluate=evaluator()) for one in (step, make_step([]))
     )
     torch.testing.assert_close([t.metric for t in compiled.trials], [t.metric for t in eager.trials], rtol=1e-4, atol=0)
-
-
-def test_another_sweep_in_the_folder_is_refused(tmp_path: pathlib.Path) -> None:
-    def run(rates: list[float], **options: Any) -> list[float]:
-        given = {"evaluate": evaluator(), "folder": tmp_path / "run", **options}
-        found = sweep(make_step([]), new_state(0), train_data(), {"lr": rates}, **given)
-        return sorted(trial.values["lr"] for trial in found.trials)
-
-    first = run([0.01, 0.1])
-    assert run([0.01, 0.1]) == first
-    with pytest.raises(ValueError, match=r"contains another sweep: lr was \[0.01, 0.1\], and is \[0.5, 1.0\]"):
-        run([0.5, 1.0])
-    with pytest.raises(ValueError, match="contains another sweep: seeds was 1, and is 2"):
-        run([0.01, 0.1], seeds=2)
