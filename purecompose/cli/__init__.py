@@ -29,18 +29,9 @@ _EPILOG = """\
 examples:
   python -m purecompose train
   python -m purecompose train --algorithms "mixup(alpha=0.4),label_smoothing" --seed 1
-  python -m purecompose train --algorithms none --model mlp --optimizer "sgd(lr=0.1, momentum=0.9)"
   python -m purecompose train --out runs/first            a folder with records, checkpoints and a report
   python -m purecompose train --out runs/first --resume   continue where it was stopped, to the same bits
-  python -m purecompose train --seeds 8 --out runs/eight  eight networks at once
-  python -m purecompose train --data book.txt --out runs/text
-  python -m purecompose evaluate runs/first --checkpoint best
-  python -m purecompose plot runs/first runs/eight --out curves.png
-  python -m purecompose replay runs/first --at 1234ba
-  python -m purecompose ablate --algorithms mixup,sam
-  python -m purecompose plan --at 0.6dur
-  python -m purecompose algorithms mixup
-  python -m purecompose check my_module:my_algorithm
+  python -m purecompose train --help                      all settings; each command has its examples
 
 exit status: 0; 1 if a package is missing, a step fails, a checkpoint cannot be used, the last checkpoint or the
 report cannot be written, or a law is broken; 2 after a usage error; 130 after Ctrl-C and 143 after SIGTERM, with the

@@ -79,7 +79,6 @@ class Settings:
         duration: Length of the run: 20ep, 500ba, 10000sp, or for text 1e6tok (default: depends on the data).
         scale_schedule: Ratio by which duration and schedules are scaled, such as 0.5 for half the time.
         batch_size: Examples per batch (default: depends on the data).
-        limit_batches: At most N batches per epoch and evaluation; 0.1 for a tenth (default: all).
         microbatches: Slices of a batch, to save memory; auto doubles them until a batch fits.
         seed: Seed of weights, data order and all draws.
         seeds: Train N networks at once, a population with this seed and the next ones.
@@ -106,7 +105,6 @@ class Settings:
     duration: Time | None = None
     scale_schedule: Annotated[float, Shown("RATIO")] = 1.0
     batch_size: Number | None = None
-    limit_batches: Annotated[str, Shown("N")] | None = None
     microbatches: Annotated[str, Shown("N")] = "1"
     seed: Number = 0
     seeds: Number = 1

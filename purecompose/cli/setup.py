@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -272,20 +271,15 @@ def prepare(settings: Settings, data: Data, processes: Processes | None = None, 
         device = _device(processes.device(settings.device))
     step = _step(settings, batch_size)
     test_data = kind.stored(data.test_inputs, data.test_targets).to(device)
-    length = _limited(settings, len(train_data))
-    states = [step.init(state.to(device)) for state in _states(settings, data, length)]
+    states = [step.init(state.to(device)) for state in _states(settings, data, len(train_data))]
     wanted = {**kind.metrics, "loss": metrics.mean_loss()}
-
-    def evaluator(stored: datasets.Arrays, every: str, label: str) -> Evaluator:
-        return Evaluator(stored, wanted, every=every, label=label, num_batches=_limited(settings, len(stored)))
-
     watched = "val" if aside else "eval"
     with reported_as("--eval-every"):
         # With validation data, which make all decisions, the test data are evaluated only once.
-        evaluators = (evaluator(test_data, "1dur" if aside else settings.eval_every, "eval"),)
+        evaluators = (Evaluator(test_data, wanted, every="1dur" if aside else settings.eval_every),)
         if aside:
             held = kind.stored(aside[0], aside[1]).to(device)
-            evaluators = (evaluator(held, settings.eval_every, "val"), *evaluators)
+            evaluators = (Evaluator(held, wanted, every=settings.eval_every, label="val"), *evaluators)
     with reported_as("--patience"):
         stop = () if settings.patience is None else (EarlyStopping(f"{watched}/loss", settings.patience),)
         if stop and len(states) > 1:
@@ -314,21 +308,6 @@ def _divided(settings: Settings, data: Data) -> tuple[torch.Tensor, ...]:
             return data.train_inputs, data.train_targets
         # The same examples for every seed of the run, so that runs are comparable.
         return tuple(datasets.split(data.train_inputs, data.train_targets, share, seed=0))
-
-
-def _limited(settings: Settings, length: int) -> int:
-    """Return the number of batches to use of so many; the limit is a number or a share of them."""
-    limit = settings.limit_batches
-    if limit is None:
-        return length
-    if re.fullmatch(r"[1-9]\d*", limit):
-        return min(length, int(limit))
-    share = float(limit) if re.fullmatch(r"\d*\.\d+", limit) else 0.0
-    if not 0 < share <= 1:
-        raise UsageError(
-            f"--limit-batches: {limit}: expected a number of batches, such as 10, or a share of them, such as 0.1"
-        )
-    return max(1, round(share * length))
 
 
 def _device(name: str) -> torch.device:

@@ -211,8 +211,6 @@ def _described(setup: Setup, settings: Settings) -> list[str]:
         f"{train_data.num_examples:,} {setup.kind.noun} in batches of {train_data.batch_size}, "
         f"{networks} on {state.device}, {state.timestamp.run.duration}"
     ]
-    if settings.limit_batches is not None:
-        lines.append(f"  {state.timestamp.run.batches_per_epoch} of {len(train_data)} batches in an epoch")
     if isinstance(data, TextData):
         lines.append(
             f"  a window is {data.in_shape[0]} characters, the vocabulary has {data.num_classes}; the text's last "
@@ -238,9 +236,6 @@ def print_results(
     table = Table(show_header=False)
     for name in ("loss", *kind.metrics) if kind is TEXT else kind.metrics:
         table.add_row(f"test {name}", number(history.series(f"eval/{name}")[1][-1], name))
-    tested, all_batches = setup.evaluators[-1].num_batches, len(setup.test_data)
-    if settings.limit_batches is not None and tested != all_batches:
-        table.add_row("tested on", f"{tested} of {all_batches} batches")
     if place is not None and settings.seeds == 1 and (best := best_in(place.path / CHECKPOINTS, setup.kind)):
         where = " on validation data" if setup.watched == "val" else ""
         table.add_row("best checkpoint", f"{number(best[1], kind.decides)}{where}, {best[0].name}")

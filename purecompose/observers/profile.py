@@ -2,14 +2,10 @@
 
 import os
 import warnings
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.profiler
-from torch.profiler import ProfilerAction
 
 from purecompose._support.checks import check_whole
 from purecompose.core.state import State
@@ -17,27 +13,24 @@ from purecompose.time.event import Event
 
 
 class Profile:
-    """An observer that profiles some batches and writes Chrome traces, for chrome://tracing or ui.perfetto.dev.
+    """An observer that profiles some batches and writes a Chrome trace, for chrome://tracing or ui.perfetto.dev.
 
-    Starting when training starts or continues, it skips `skip_first` batches once, and then repeats a cycle of `wait`,
-    `warmup` (the profiler runs, its findings are dropped) and `active` batches `repeat` times. Each cycle writes the
-    active batches to a file `batches_<first>_to_<last>.json`. The profiler is off outside of warm-up and active
-    batches. A run that ends in an active window writes the batches so far.
+    From the start of `fit` it skips `wait` batches, runs the profiler for `warmup` batches whose findings are dropped,
+    and writes the `active` batches that follow to a file `batches_<first>_to_<last>.json`. The profiler is off before
+    and afterwards. A run that ends in the active window writes the batches so far.
 
     Work between two batches, such as evaluation and loading, belongs to the later batch. A full disk causes a warning;
-    training continues.
+    training continues. As a context manager it stops the profiler after an exception, too.
 
     Args:
-        folder: Folder of the traces; it is created if necessary.
-        wait: Number of batches before each warm-up.
-        warmup: Number of batches of warm-up; with 0, the start of the profiler distorts the first active batches.
-        active: Number of batches in a trace, at least 1.
-        repeat: Number of traces, at least 1.
-        skip_first: Number of batches to skip at the start of the run, such as those that compile.
+        folder: Folder of the trace; it is created if necessary.
+        wait: Number of batches to skip, such as those that compile.
+        warmup: Number of batches of warm-up, at least 1, since the start of the profiler distorts the first ones.
+        active: Number of batches in the trace, at least 1.
         **options: Further options of `torch.profiler.profile`, such as `record_shapes=True`, `with_stack=True`.
 
     Raises:
-        TypeError, ValueError: A number is not an int, or out of range; or `on_trace_ready` is given.
+        TypeError, ValueError: A number is not an int, or out of range.
 
     Example:
         >>> import tempfile
@@ -53,91 +46,56 @@ class Profile:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        wait: int = 1,
-        warmup: int = 1,
-        active: int = 4,
-        repeat: int = 1,
-        skip_first: int = 0,
-        **options: Any,
+        self, folder: str | os.PathLike[str], wait: int = 1, warmup: int = 1, active: int = 4, **options: Any
     ) -> None:
         self.folder: Path = Path(folder).absolute()  # valid after a change of the working directory
-        self._schedule = {
-            "skip_first": check_whole(skip_first, "Profile: skip_first", 0),
-            "wait": check_whole(wait, "Profile: wait", 0),
-            "warmup": check_whole(warmup, "Profile: warmup", 0),
-            "active": check_whole(active, "Profile: active", 1),
-            "repeat": check_whole(repeat, "Profile: repeat", 1),
-        }
-        if "on_trace_ready" in options:
-            raise TypeError("Profile: on_trace_ready: it writes the traces itself; use torch.profiler for others")
+        self._wait = check_whole(wait, "Profile: wait", 0)
+        self._warmup = check_whole(warmup, "Profile: warmup", 1)
+        self._active = check_whole(active, "Profile: active", 1)
         self._options = options
-        self._profiler: _Profiler | None = None
-        self._finalizer: weakref.finalize | None = None
+        self._profiler: torch.profiler.profile | None = None
+        self._batch = self._first = 0
 
     def __call__(self, event: Event, state: State) -> None:
         """Start torch's profiler when a run starts, and advance it after each batch."""
-        is_batch_over = event is Event.BATCH_END
-        if event is Event.FIT_START or (is_batch_over and self._profiler is None):
+        if event is Event.FIT_START:
             self.close()
-            # In a manual loop, the first event is the end of the first batch, which can no longer be profiled.
-            self._profiler = _Profiler(self.folder, self._schedule, self._options, state, num_missed=int(is_batch_over))
-            self._finalizer = weakref.finalize(self, self._profiler.close)
-        elif is_batch_over and self._profiler is not None:
-            self._profiler.advance(state.timestamp.batch)
+            self._start(state)
+        elif event is Event.BATCH_END and self._profiler is not None:
+            self._batch = state.timestamp.batch
+            self._profiler.step()
         elif event is Event.FIT_END:
             self.close()
 
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Stop the profiler, and write the active batches so far."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._profiler = self._finalizer = None
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler = None
 
-
-class _Profiler:
-    """torch's profiler, which follows a schedule that starts `num_missed` batches ago."""
-
-    def __init__(
-        self, folder: Path, schedule: dict[str, int], options: dict[str, Any], state: State, *, num_missed: int
-    ) -> None:
-        self._folder, self._batch = folder, state.timestamp.batch
-        self._first = self._batch + 1
+    def _start(self, state: State) -> None:
+        self._batch = state.timestamp.batch
+        self._first = self._batch + self._wait + self._warmup + 1
         activities = [torch.profiler.ProfilerActivity.CPU]
         if state.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with _quietly():
-            plan = torch.profiler.schedule(**schedule)
-            settings = {"activities": activities, "schedule": lambda number: plan(number + num_missed), **options}
-            self._profiler = torch.profiler.profile(**settings, on_trace_ready=self._write)
-            self._profiler.start()
-
-    def advance(self, batch: int) -> None:
-        """Note that a batch is over."""
-        before, self._batch = self._profiler.current_action, batch
-        with _quietly():
-            self._profiler.step()
-        if before is not ProfilerAction.RECORD:
-            self._first = batch + 1  # of the next trace, unless the profiler is off
-
-    def close(self) -> None:
-        self._profiler.stop()
+        plan = torch.profiler.schedule(wait=self._wait, warmup=self._warmup, active=self._active, repeat=1)
+        settings = {"activities": activities, "schedule": plan, "acc_events": True, **self._options}
+        self._profiler = torch.profiler.profile(**settings, on_trace_ready=self._write)
+        self._profiler.start()
 
     def _write(self, profiler: Any) -> None:
         if self._batch < self._first:
             return
-        path = self._folder / f"batches_{self._first}_to_{self._batch}.json"
+        path = self.folder / f"batches_{self._first}_to_{self._batch}.json"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except OSError as error:
             warnings.warn(f"Profile: {path} cannot be written: {error}", RuntimeWarning, stacklevel=2)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Suppress torch's warnings of schedules without warm-up, and that a trace has the batches of one window only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(Warning: Profiler clears events|Profiler won't be using warmup)")
-        yield

@@ -7,7 +7,7 @@ import pytest
 from purecompose.cli import main
 
 
-SMALL = ("--model", "mlp(hidden=16)", "--limit-batches", "4", "--duration", "2ep")
+SMALL = ("--model", "mlp(hidden=16)", "--duration", "8ba")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

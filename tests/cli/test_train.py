@@ -10,7 +10,7 @@ import torch
 
 from purecompose import compose, data, loop_events, losses, optim, schedule
 from purecompose.algorithms import FACTORIES
-from purecompose.cli import main, setup
+from purecompose.cli import main
 from purecompose.cli.training import checksum
 from purecompose.core.state import State
 from purecompose.nn import models
@@ -294,16 +294,3 @@ def test_a_port_that_another_program_uses_is_named(
     err = capsys.readouterr().err
     assert f"port {port} is in use by another program: give torchrun another --master-port" in err
     assert err.count("\n") == 1
-
-
-def test_epochs_and_evaluations_may_be_limited(capsys, monkeypatch) -> None:
-    arguments = ("train", "--model", "mlp", "--quiet", "--algorithms", "none", "--duration", "2ep", "--limit-batches")
-    assert re.search(r"steps\W+6,", run(capsys, *arguments, "3"))
-    assert re.search(r"steps\W+4,", run(capsys, *arguments, "0.1"))  # of 22
-    monkeypatch.setattr(setup, "_EVAL_IMAGES", 100)  # of 360 examples
-    assert re.search(r"tested on\W+2 of 4 batches", run(capsys, *arguments, "0.5"))
-    whole = run(capsys, *arguments, "1.0")
-    assert re.search(r"steps\W+44,", whole) and "tested on" not in whole
-    for wrong in ("0", "1.5", "few"):
-        assert main([*arguments, wrong]) == 2
-        assert "expected a number of batches" in capsys.readouterr().err

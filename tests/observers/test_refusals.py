@@ -57,7 +57,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: NaNs(action="stop"), ValueError, "action: expected one of 'raise', 'warn', got 'stop'"),
     (lambda: NaNs("0ba"), ValueError, "NaNs: every"),
     (lambda: Profile("traces", active=0), ValueError, "Profile: active"),
-    (lambda: Profile("traces", skip_first=1.5), TypeError, "Profile: skip_first"),  # pyright: ignore
+    (lambda: Profile("traces", wait=1.5), TypeError, "Profile: wait"),  # pyright: ignore
     (lambda: learning_rate(0.1), TypeError, "names of settings"),  # pyright: ignore
     (lambda: speed(0), ValueError, "speed: window"),
     (lambda: image_samples(torch.ones(2)), TypeError, "image_samples: make"),  # pyright: ignore

@@ -249,7 +249,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the run is .* long, and was")
 def test_the_command_line_keeps_its_folder_in_remote_storage(url, tmp_path, capsys):
-    words = ["train", "--quiet", "--model", "mlp", "--limit-batches", "4"]
+    words = ["train", "--quiet", "--model", "mlp", "--batch-size", "359"]
     for out in (str(tmp_path / "here"), url):
         assert main([*words, "--duration", "1ep", "--out", out]) == 0
     assert {"report.html", "records.jsonl", "config.toml", "checkpoints/ep0001-ba00000004/index.json"} <= {*names(url)}
@@ -266,7 +266,7 @@ def test_the_command_line_keeps_its_folder_in_remote_storage(url, tmp_path, caps
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with three checkpoints."""
     out = tmp_path_factory.mktemp("trained") / "one"
-    words = ["train", "--quiet", "--model", "mlp", "--limit-batches", "3", "--checkpoint-every", "1ba"]
+    words = ["train", "--quiet", "--model", "mlp", "--batch-size", "479", "--checkpoint-every", "1ba"]
     with pytest.MonkeyPatch.context() as patch:  # a thread would skip checkpoints on a busy machine
         patch.setattr(Keeper, "_enqueue", lambda self, pool, task: self._write(task))
         assert main([*words, "--duration", "1ep", "--out", str(out)]) == 0
