@@ -168,7 +168,7 @@ class Progress:
         parts = [_describe_time(state.timestamp), *self._numbers(state), f"{self._stopwatch.seconds:.1f} s"]
         left = None if state.timestamp.is_finished() else self._pace.seconds_left()
         if left is not None:
-            parts.append(f"{_describe_seconds(left)} left")
+            parts.append(f"{describe_seconds(left)} left")
         say("  ".join(parts), file=self._file or sys.stdout, flush=True)
 
 
@@ -204,11 +204,17 @@ def _describe(metrics: dict[str, _Number]) -> list[str]:
     ]
 
 
-def _describe_seconds(seconds: float) -> str:
+def describe_seconds(seconds: float) -> str:
+    """Return a time in seconds as text.
+
+    Example:
+        >>> describe_seconds(0.25), describe_seconds(75), describe_seconds(7500)
+        ('0.25 s', '75 s', '2 h 05 min')
+    """
     if seconds < 90:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
 def _describe_time(timestamp: Timestamp) -> str:

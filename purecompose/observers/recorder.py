@@ -341,17 +341,14 @@ def _last_words(outbox: _Outbox) -> None:
 
 def _check_monitor(monitor: Any, where: str) -> None:
     if not callable(monitor) or not is_callable_with(monitor, 1):
-        name = getattr(monitor, "__name__", type(monitor).__name__)
-        hint = f", which does not take a state; did you mean {name}()?" if callable(monitor) else ""
-        raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}{hint}")
+        raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}")
 
 
 def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[str, Any]:
     """Return a monitor's values; tensors are copied, since a later step may overwrite them."""
     who = getattr(monitor, "__name__", type(monitor).__name__)
     if not isinstance(values, Mapping):
-        hint = f"; did you mean {who}(...)?" if callable(values) else ""
-        raise TypeError(f"monitor {who}: expected a dict of numbers by name, got {shown(values)}{hint}")
+        raise TypeError(f"monitor {who}: expected a dict of numbers by name, got {shown(values)}")
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim <= state.key.ndim - 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._support.checks import shown
-from purecompose._support.files import from_json, is_nested_deeper, read_whole, to_json
+from purecompose._support.files import from_json, read_whole, to_json
 from purecompose.observers import read_records
 from purecompose.run.saving.folder import CHECKPOINTS as CHECKPOINTS, all_in, written
 
@@ -22,8 +22,8 @@ RESULT, CURVES, REPORT = "result.json", "curves.png", "report.html"
 LOCK = ".lock"
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-_MOST_BYTES, _MOST_NESTED = 2**26, 64
-"""Maximal size of the settings, plan, history, ... that are read, and maximal depth of nesting."""
+_MOST_BYTES = 2**26
+"""Maximal size of the settings, plan, history, ... that are read."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -43,14 +43,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Return a JSON object, with "nan", "inf" and "-inf" as numbers."""
     try:
-        content = json.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
+        content = from_json(json.loads(read_whole(file, _MOST_BYTES).decode("utf-8")))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
-    if is_nested_deeper(content, _MOST_NESTED):
-        raise ValueError(f"{file} is damaged: it is nested more than {_MOST_NESTED} levels deep")
     if not isinstance(content, dict):
         raise ValueError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
-    return from_json(content)
+    return content
 
 
 def read_toml(file: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from markupsafe import Markup, escape
 
 from purecompose._support.checks import check_flag
 from purecompose._support.tables import breakable, columns, printable
+from purecompose.observers.progress import describe_seconds
 from purecompose.records.curves import evaluation_columns, listed, picture
 from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, read_run, write_text
 
@@ -101,7 +102,7 @@ def _summary(run: RunRecords) -> str:
     text = f"Started {first.started[:10]} {first.started[11:16]} (UTC{first.started[19:].replace('+00:00', '')})"
     text += f", continued {len(later)} time{'s' * (len(later) > 1)}." if later else "."
     if run.seconds:
-        text += f" {duration(run.seconds)} in all"
+        text += f" {describe_seconds(run.seconds)} in all"
         text += f" on {run.versions['device']}." if "device" in run.versions else "."
     outcome = run.starts[-1].outcome
     if outcome in (FINISHED, RUNNING):
@@ -129,7 +130,7 @@ def facts_of(run: RunRecords) -> list[Fact]:
     names.sort(key=lambda name: 0 if name in evaluated or name.startswith("eval/") else 1 if name == "loss" else 2)
     facts = [_loss(run, metrics[name]) if name == "loss" else _fact(name, metrics[name]) for name in names]
     done = (run.result or {}).get("batches", max((start.until for start in run.starts), default=0))
-    return [*facts, Fact("batches", number(done)), Fact("wall-clock time", duration(run.seconds))]
+    return [*facts, Fact("batches", number(done)), Fact("wall-clock time", describe_seconds(run.seconds))]
 
 
 def _loss(run: RunRecords, last: Any) -> Fact:
@@ -174,8 +175,8 @@ def _times(run: RunRecords) -> Rows:
     evaluating = sum(start.evaluation_seconds for start in run.starts)
     training, batches = run.seconds - evaluating, sum(start.batches for start in run.starts)
     rows: Rows = [
-        ("training", duration(training)),
-        ("evaluation", duration(evaluating)),
+        ("training", describe_seconds(training)),
+        ("evaluation", describe_seconds(evaluating)),
         ("batches trained on", f"{batches:,}"),
     ]
     if training > 0 and batches:
@@ -185,7 +186,7 @@ def _times(run: RunRecords) -> Rows:
 
 def _start_row(start: Start) -> tuple[str, ...]:
     changes = (f"{name}: {_shown(old)} → {_shown(new)}" for name, (old, new) in start.changed.items())
-    when, seconds = start.started[:16].replace("T", " "), duration(start.seconds)
+    when, seconds = start.started[:16].replace("T", " "), describe_seconds(start.seconds)
     return when, f"{start.batch:,}", f"{start.until:,}", seconds, start.outcome, "; ".join(changes) or "nothing"
 
 
@@ -231,21 +232,6 @@ def number(value: Any, name: str = "") -> str:
     if "accuracy" in name and 0 <= value <= 1:
         return f"{value:.2%}"
     return f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in seconds as text.
-
-    Example:
-        >>> duration(0.25), duration(75), duration(7500)
-        ('0.25 s', '1 min 15 s', '2 h 05 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 def _write_page(path: str | os.PathLike[str], content: dict[str, Any]) -> Path:

@@ -45,8 +45,8 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Recorder(Kept(), every="0ba"), ValueError, "Recorder: every"),
     (lambda: Recorder(Kept(), every="10sec"), ValueError, "Recorder: every"),
     (lambda: Recorder(Kept(), monitors=["lr"]), TypeError, "monitors: expected functions"),  # pyright: ignore
-    (lambda: Recorder(Kept(), monitors=memory), TypeError, r"not take a state; did you mean memory\(\)"),  # pyright: ignore
-    (lambda: monitored(activations), TypeError, r"monitor activations: .*did you mean activations\(...\)"),
+    (lambda: Recorder(Kept(), monitors=memory), TypeError, "monitors: expected functions"),  # pyright: ignore
+    (lambda: monitored(activations), TypeError, "monitor activations: expected a dict"),
     (lambda: monitored(lambda state: 0.5), TypeError, r"monitor <lambda>: expected a dict.*0.5 \(float\)"),
     (lambda: monitored(lambda state: {"odd": b"x"}), TypeError, "monitor <lambda>: 'odd': expected a number"),
     (lambda: monitored(lambda state: {"odd": torch.ones(3)}), TypeError, "'odd': expected a number"),
