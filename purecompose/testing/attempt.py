@@ -74,16 +74,10 @@ class _Failed(Exception):
 
 
 def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, max_examples: int, seed: int) -> Search:
-    """Try cases until one fails, and then search for a simpler one.
+    """Try cases until one fails, and then search for a simpler one that fails with an error of the same type.
 
     `Stop` ends the search; other errors that an attempt raises are raised again, except rejections by
     `hypothesis.assume`.
-
-    Args:
-        strategy: The cases.
-        attempt: Function that tries a case. While shrinking, only failures of the first one's type count.
-        max_examples: Number of cases.
-        seed: Seed of the cases.
     """
     found, tries_left, deadline = Search(), SHRINK_TRIES, 0.0
 

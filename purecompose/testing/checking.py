@@ -86,9 +86,6 @@ def check(
     Returns:
         The report; `report.ok` is true if all laws are kept, and `print(report)` shows the details.
 
-    Raises:
-        TypeError, ValueError: There is no such algorithm, task or law, or `max_examples` is below 1.
-
     Example:
         >>> report = check("label_smoothing(0.1)", laws=["deterministic"], tasks=["vectors"], max_examples=3)
         >>> report.ok, report["deterministic"].status.value
@@ -223,11 +220,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class LawTest:
-    """A function that tries a law on an algorithm, within one test.
-
-    Attributes:
-        outcome: The outcome, once it has been called.
-    """
+    """A function that tries a law on an algorithm, within one test; afterwards it has the outcome."""
 
     def __init__(self, trials: Trials, law: Law) -> None:
         self._trials, self._law = trials, law
@@ -264,10 +257,8 @@ def laws(algorithm: Algorithm | Subject | str, **options: Any) -> Callable[[Call
 
     Args:
         algorithm: As in `check`.
-        options: As in `check`: `neutral`, `tasks`, `laws`, `max_examples` and `seed`.
-
-    Raises:
-        TypeError, ValueError: As in `check`, when the test module is imported.
+        options: As in `check`: `neutral`, `tasks`, `laws`, `max_examples` and `seed`. Wrong ones are errors when the
+            test module is imported.
     """
     trials = Trials(algorithm, **options)
 

@@ -29,12 +29,7 @@ _NARROWEST = 20
 
 
 def labelled(title: str, rows: Sequence[Row] = (), width: int | None = None) -> str:
-    """Return the title with the rows indented below it.
-
-    Args:
-        title: The first line.
-        rows: Labels, which are aligned in a column, and their texts.
-        width: Number of columns, at which longer lines are wrapped; by default they are not.
+    """Return the title with the rows indented below it, labels aligned; with a width longer lines are wrapped.
 
     Example:
         >>> print(labelled("it broke", [("leaf", "['w']"), ("to do", "look at it once more, please")], width=30))
@@ -71,14 +66,7 @@ class LawViolation(AssertionError):
     """
 
     def __init__(self, law: Law, subject: Subject, broken: Broken, case: Case) -> None:
-        """Create the exception.
-
-        Args:
-            law: The law.
-            subject: The algorithm under test.
-            broken: The first difference.
-            case: The case that breaks the law.
-        """
+        """Create the exception from the first difference, found in a case."""
         self.law: Law = law
         self.algorithm: str = repr(subject.algorithm)
         self.case: Case = case
@@ -177,14 +165,7 @@ class Law:
     most_cases: int | None = None
 
     def __call__(self, algorithm: Algorithm | Subject | str, case: Case) -> bool:
-        """Try the law.
-
-        Args:
-            algorithm: An algorithm, or a text as for `Subject.of`.
-            case: The situation.
-
-        Returns:
-            True if the algorithm acted, so that there was something to judge.
+        """Try the law on an algorithm, or a text as for `Subject.of`; return whether there was something to judge.
 
         Raises:
             LawViolation: The law is broken.
@@ -234,12 +215,7 @@ class Law:
 
 
 def define_law(promise: str, remedy: str, **options: Any) -> Callable[[Callable[[Subject, Case], bool]], Law]:
-    """Return a decorator that turns a function `(subject, case) -> bool` into a law of its name; see `Law`.
-
-    Args:
-        promise, remedy: Fields of `Law`.
-        options: Other fields of `Law`: `owns`, `exempt`, `unsuited`, `idle`, `most_cases`.
-    """
+    """Return a decorator that turns a function `(subject, case) -> bool` into a law of its name; see `Law`."""
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
         new = Law(judge.__name__, promise, remedy, judge, **options)
@@ -272,9 +248,6 @@ def line_of(function: Callable[..., object]) -> str:
 def never_acts(algorithm: Algorithm) -> str | None:
     """Return the reason to skip a law if the algorithm never acts; `None` if it may act.
 
-    Args:
-        algorithm: An algorithm.
-
     Example:
         >>> from purecompose import algorithms as alg
         >>> never_acts(alg.mixup()) is None, never_acts(alg.mixup(0)) is None
@@ -287,9 +260,6 @@ def acts_in_step(algorithm: Algorithm) -> bool:
     """Return whether the algorithm may act at an event of `loop_events`; with a plain function for `match` it may.
 
     Other algorithms, such as surgery at INIT or averages used at EVAL_START, never act within a step.
-
-    Args:
-        algorithm: An algorithm.
 
     Example:
         >>> from purecompose import algorithms as alg

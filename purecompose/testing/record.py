@@ -89,11 +89,7 @@ class Run(NamedTuple):
 def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
     """Initialise, take a step with each batch, and fire the events outside steps as `fit` does.
 
-    Args:
-        step: The step.
-        state: A state before `init`, or one that continues.
-        data: The batches.
-        name: Name of the algorithm under test; without it the algorithm is not observed, which is a third of the work.
+    The algorithm of that name is observed; without a name there is a third of the work.
     """
     watched = [Watched(algorithm) for algorithm in step.algorithms if algorithm.name == name]
     if watched:
@@ -122,11 +118,8 @@ class Watched:
     ) -> None:
         """Take an algorithm, and a function to call instead of each application.
 
-        Args:
-            algorithm: The algorithm.
-            around: Function `around(event, state, act) -> state`, where `act(state)` is the algorithm's result; by
-                default only that.
-            with_init: True to include INIT, which is otherwise not observed.
+        That is `around(event, state, act) -> state`, where `act(state)` is the algorithm's result; by default only
+        that. INIT is not observed, unless `with_init` is true.
         """
         self._inner, self._around, self._with_init = algorithm, around, with_init
         self.algorithm = dataclasses.replace(algorithm, apply=self._apply)
@@ -201,8 +194,7 @@ def compare(
     """Raise `Broken` for the first leaf in which two states differ.
 
     Args:
-        first: A state.
-        second: Another state.
+        first, second: The states.
         labels: Descriptions of the two.
         fields: The fields to compare.
         tolerance: See `tree.differences`.

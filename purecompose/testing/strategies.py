@@ -26,13 +26,7 @@ _SEEDS = st.integers(0, 999)
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Generate tasks, of `TASKS` and of other networks with fitting batches, which shrink to `TASKS["vectors"]`.
-
-    Example::
-
-        @given(tasks())
-        def test_tasks(task): ...
-    """
+    """Generate tasks, of `TASKS` and of other networks with fitting batches, which shrink to `TASKS["vectors"]`."""
     if draw(st.booleans()):
         kind = draw(st.sampled_from(KINDS))
         return make_task(
@@ -72,14 +66,6 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
     Args:
         name: Name of the factory; by default any algorithm that accepts the task.
         task: The task.
-
-    Raises:
-        ValueError: No shipped algorithm has the name.
-
-    Example::
-
-        @given(algorithms("mixup"))
-        def test_mixup(algorithm): ...
     """
     if name is not None and name not in SHIPPED:
         raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
@@ -93,18 +79,7 @@ def _examples(rows: Sequence[Row]) -> st.SearchStrategy[Algorithm]:
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
-    """Generate lists of compatible shipped algorithms with different names, in any order; shrink to the empty list.
-
-    Args:
-        task: A task that the algorithms suit.
-        max_size: The most algorithms.
-
-    Example::
-
-        @given(algorithm_lists())
-        def test_any_list(algorithms):
-            compose(loop_events, algorithms)
-    """
+    """Generate lists of shipped algorithms that suit the task, with different names; they shrink to the empty list."""
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
     return st.lists(_examples(rows), max_size=max_size, unique_by=lambda algorithm: algorithm.name)
 
@@ -130,11 +105,6 @@ def cases(
     The run continues for at least `2 * num_batches + 1` batches from the start, because a law cannot judge what happens
     beyond the end of a run. An algorithm that acts only in the last batches of any run does not allow that; its cases
     have one batch.
-
-    Example::
-
-        @given(cases(algorithm=my_algorithm))
-        def test_case(case): ...
     """
     others = tuple(draw(st.lists(st.sampled_from(sorted(COMPANIONS)), unique=True, max_size=3)))
     task, batch_size = draw(st.sampled_from(list(tasks))), draw(_BATCH_SIZES)

@@ -53,10 +53,6 @@ def in_new_processes(function: Callable[..., Any], calls: Sequence[tuple[Any, ..
 
     The processes have torch's settings of this one; what they print is discarded.
 
-    Args:
-        function: A function of a module.
-        calls: The arguments of each call.
-
     Returns:
         The results, in order.
 

@@ -149,22 +149,6 @@ def lr_pair(event: Event, state: State, name: str) -> State:
     return forget(state.replace(hparams={**state.hparams, "lr": state.slots[name]}), name)
 
 
-@lawful(on(Event.BATCH_START, Event.BATCH_END), config={"lr": hparam("lr", 0.1)})
-def schedule_and_log(event: Event, state: State, name: str) -> State:
-    if event is Event.BATCH_END:
-        return report(state, f"{name}/lr", state.hparams["lr"])
-    assert state.clock is not None
-    return state.replace(hparams={**state.hparams, "lr": (0.1 * (0.1 + state.clock.elapsed)).to(state.hparams["lr"])})
-
-
-@lawful(on(Event.BEFORE_FORWARD, Event.AFTER_FORWARD), "vectors")
-def noise_and_log(event: Event, state: State, name: str) -> State:
-    if event is Event.AFTER_FORWARD:
-        return report(state, f"{name}/confidence", state.outputs.detach().softmax(1).amax(1).mean())
-    noise = random.normal(state.example_rng(name), tuple(state.inputs.shape))
-    return state.replace(inputs=state.inputs + 0.1 * noise.to(state.inputs))
-
-
 @lawful(on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_END, Event.EVAL_BATCH_END), *_ALL)
 def recorder(event: Event, state: State, name: str) -> State:
     tensors = state.grads if event is Event.AFTER_TRAIN_BATCH else state.params
@@ -204,11 +188,6 @@ def stochastic_layers(event: Event, state: State, name: str) -> State:
 
 
 # Unusual, and correct
-
-
-@lawful(on(Event.AFTER_TRAIN_BATCH), *_ALL)
-def sign_descent(event: Event, state: State, name: str) -> State:
-    return state.replace(grads={k: 0.1 * g.sign() for k, g in (state.grads or {}).items()})
 
 
 @lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "zero_head")
@@ -269,11 +248,6 @@ def host_generator_from_the_key(event: Event, state: State, name: str) -> State:
     return state.replace(inputs=state.inputs + 0.1 * torch.as_tensor(noise).to(state.inputs))
 
 
-@lawful(on(Event.FIT_START), "vectors")
-def shrink_at_the_start(event: Event, state: State, name: str) -> State:
-    return state.replace(params={**state.params, **{k: 0.9 * state.params[k] for k in state.context.trainable}})
-
-
 @lawful(on(Event.INIT, Event.AFTER_TRAIN_BATCH), "vectors", "zero_head")
 def mask_drawn_once(event: Event, state: State, name: str) -> State:
     if event is Event.INIT:
@@ -289,18 +263,6 @@ def entropy_where_it_counts(event: Event, state: State, name: str) -> State:
     logs = state.outputs.log_softmax(1)
     entropies = torch.where(state.targets >= 0, -(logs.exp() * logs).sum(1), 0)
     return state.replace(loss=state.loss - 0.1 * entropies.sum() / (state.targets >= 0).sum().clamp(min=1))
-
-
-@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "images", "double", "bf16_weights")
-def centred_gradients(event: Event, state: State, name: str) -> State:
-    def centred(grad: Tensor) -> Tensor:
-        return (
-            grad
-            if grad.ndim < 2
-            else grad - grad.double().flatten(1).mean(1).to(grad).reshape(-1, *[1] * (grad.ndim - 1))
-        )
-
-    return state.replace(grads={k: centred(g) for k, g in (state.grads or {}).items()})
 
 
 class _Halved(nn.Linear):

@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 import purecompose as pc
 from purecompose import Event, after, algorithms as alg, before, between, compose, every, loop_events, on
-from purecompose.testing.case import Case, find_moments
+from purecompose.testing.case import find_moments
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.predicates import NEVER, epoch_ends
 from tests.time.predicate_strategies import predicates
@@ -87,11 +87,3 @@ def test_a_window_given_as_a_fraction_does_not_prolong_the_run():
         alg.selective_backprop(start=0.5, end=0.9, full_every=0).predicate, batches_per_epoch=10, epochs=10
     )
     assert found == (10, 10, (50, 51, 89), (0, 49, 50, 51, 89, 90, 91, 99))
-
-
-def test_cases_reach_the_start_that_was_found():
-    algorithm = pc.Algorithm("late", LOADED & after("400ba"), lambda event, state: state)
-    found = find_moments(algorithm.predicate, batches_per_epoch=3, epochs=2, samples=4)
-    case = Case(start=found.acting[0], batches_per_epoch=found.batches_per_epoch, epochs=found.epochs)
-    assert case.state().timestamp.batch == 400
-    assert "late" in str(case.step(algorithm).plan(case.state()))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from purecompose import Algorithm, Event, after, every, on
+from purecompose import Algorithm, Event, on
 from purecompose._support.device import read_settings
 from purecompose.testing.case import Case, find_moments
 from purecompose.testing.law import LawViolation
@@ -18,9 +18,6 @@ from purecompose.testing.suite.agreement import microbatches_agree
 from purecompose.testing.suite.loss import gradient_exact
 from purecompose.testing.tasks import TASKS
 from tests.time.predicate_strategies import predicates
-
-
-LOADED = on(Event.AFTER_DATALOADER)
 
 
 def at(event, fn, name="subject"):
@@ -46,13 +43,6 @@ def test_cases_leave_room_unless_the_algorithm_only_acts_in_the_last_batches(dat
         assert case.num_batches == 1
         found = find_moments(predicate, batches_per_epoch=case.batches_per_epoch, epochs=case.epochs)
         assert min(found.acting) + 3 > case.batches_per_epoch * case.epochs
-
-
-@pytest.mark.parametrize("predicate", [LOADED & after("30ep"), LOADED & after("17ba"), LOADED & every("3ep")], ids=repr)
-@given(data=st.data())
-@settings(max_examples=20)
-def test_the_run_is_prolonged_for_algorithms_that_act_late(predicate, data):
-    assert has_room(data.draw(cases(algorithm=idle(predicate))))
 
 
 # Tasks

@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from purecompose import Algorithm, Event, State, Step, compose, loop_events, losses, on, tree
+from purecompose import State, Step, compose, loop_events, losses, tree
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.base import matched
 from purecompose.testing import SHIPPED, TASKS, Status, Subject, Task, check
 from purecompose.testing.shipped import Row
-from purecompose.testing.worker import played
 
 
 def each_method(quick: str | None = None, *, without: tuple[str, ...] = ()) -> Any:
@@ -81,57 +80,6 @@ def test_a_loss_with_state_that_compares_examples(row: Row) -> None:
     assert not report.refused
     for outcome in report.outcomes:
         assert outcome.status in (Status.KEPT, Status.SKIPPED), f"{outcome.reason}\n{outcome.details}"
-
-
-# Draws that are not per example, in slices and on several processes
-
-SEEN: list[tuple[Any, float]] = []
-"""The place of each pass, and the first number that it drew."""
-PLACE: list[Any] = [None]
-
-
-class Drawing(nn.Module):
-    """A network with noise of a leading size that is not the number of examples."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs = self.net(inputs)
-        noise = torch.randn(7, *outputs.shape, device=outputs.device)
-        if self.training and PLACE[0] is not None:
-            SEEN.append((PLACE[0], noise.flatten()[0].item()))
-        return outputs + 0.01 * noise.mean(0).to(outputs)
-
-
-def marker(rank: int) -> Algorithm:
-    """Return an algorithm that notes the slice that runs."""
-
-    def apply(event: Event, state: State) -> State:
-        PLACE[0] = (rank, state.first_example) if event is Event.BEFORE_FORWARD else None
-        return state
-
-    return Algorithm("marker", on(Event.BEFORE_FORWARD, Event.AFTER_FORWARD), apply)
-
-
-@each_method("gradient_norm", without=PER_EXAMPLE[:1])
-def test_draws_of_a_network_differ_between_slices_and_processes(row: Row) -> None:
-    task = with_network(task_of(row), Drawing)
-
-    def act(step: Step) -> State:
-        rank = 0 if step.ranks is None else step.ranks.rank
-        step = step.replace(algorithms=[*step.algorithms, marker(rank)])
-        return step(state, task.make_batch(0, 16))
-
-    step, state = started(row, task)
-    SEEN.clear()
-    played(step, 2)(act)
-    by_place: dict[Any, set[float]] = {}
-    for place, drawn in SEEN:
-        by_place.setdefault(place, set()).add(drawn)
-    draws = [drawn for found in by_place.values() for drawn in found]
-    assert len(by_place) >= 2 and len(set(draws)) == len(draws)
 
 
 # Buffers that must not be averaged, and parts in evaluation mode

@@ -10,16 +10,13 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
 
-from purecompose import random
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing import worker
 from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import LawViolation
-from purecompose.testing.strategies import cases
-from purecompose.testing.suite.runs import evaluation_blind, pairs_undone, resume_exact
+from purecompose.testing.suite.runs import pairs_undone, resume_exact
 from purecompose.testing.tasks import TASKS, Task, make_mlp
 from purecompose.testing.worker import RemoteError, Unportable, in_new_processes
 from purecompose.time.event import Event
@@ -30,43 +27,6 @@ from tests.testing.mutants.runs import restores_by_argmax
 
 
 CASE = Case(seed=3, batch_size=6, num_batches=2, microbatches=2, others=("noise", "shrink"), place=1)
-SPANNED = (Event.EVAL_START, Event.PREDICT_START)
-
-
-def ema() -> Algorithm:
-    """Return an algorithm that averages the weights and evaluates with the averages."""
-
-    def apply(event: Event, state: State) -> State:
-        if event in SPANNED:
-            return state.replace(params=state.slots["ema"])
-        averages = state.params if event is Event.INIT else state.slots["ema"]
-        averages = {name: (average + state.params[name]) / 2 for name, average in averages.items()}
-        return state.replace(slots={**state.slots, "ema": averages})
-
-    return Algorithm("ema", on(Event.INIT, Event.BATCH_END, *SPANNED), apply)
-
-
-def weight_noise(closing: Event = Event.AFTER_FORWARD) -> Algorithm:
-    """Return an algorithm that perturbs the weights for the forward pass and restores the kept ones."""
-
-    def apply(event: Event, state: State) -> State:
-        if event is Event.BEFORE_FORWARD:
-            draw = random.normal(state.rng("weight_noise"), ())
-            params = {name: param + draw for name, param in state.params.items()}
-            return state.replace(params=params, slots={**state.slots, "weight_noise": state.params})
-        slots = dict(state.slots)
-        return state.replace(params=slots.pop("weight_noise"), slots=slots)
-
-    return Algorithm("weight_noise", on(Event.BEFORE_FORWARD, closing), apply)
-
-
-@pytest.mark.parametrize("algorithm", [ema(), weight_noise()], ids=repr)
-@settings(max_examples=4)
-@given(case=cases())
-def test_lawful_algorithms_keep_the_laws(algorithm: Algorithm, case: Case) -> None:
-    evaluation_blind(algorithm, case)
-    has_pair = pairs_undone.exempt(algorithm) is None
-    assert pairs_undone(algorithm, case) == has_pair
 
 
 def test_replaced_targets_are_reported_with_their_event() -> None:

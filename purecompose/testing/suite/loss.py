@@ -52,15 +52,13 @@ def check_derivative(
     by: str,
     value: Tensor | None = None,
 ) -> bool:
-    """Compare a gradient with finite differences along a random direction.
+    """Compare a gradient of a function at a point with finite differences along a random direction.
 
     Args:
         loss: The function, which returns a 0-d float64 tensor.
-        point: The point.
-        grads: The gradient at the point.
+        point, grads: The point, and the gradient there.
         seed: Seed of the direction.
-        what: Description of the derivative.
-        by: Description of how the gradient was computed.
+        what, by: Descriptions of the derivative, and of how the gradient was computed.
         value: The function's value at the point, if it is known.
 
     Returns:
