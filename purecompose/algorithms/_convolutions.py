@@ -155,8 +155,7 @@ def weight_standardization(
     raw weights. Names and values of parameters do not change.
 
     Transposed convolutions, and convolutions that override forward or have hooks or parametrized tensors, are not
-    changed. Other subclasses keep their attributes and methods: a `MyConv` becomes a `StandardizedMyConv`, which is a
-    subclass of `MyConv`.
+    changed. Other subclasses become the standardized form of torch's class, with their attributes.
 
     Events: INIT. Reads and replaces: the model only.
 

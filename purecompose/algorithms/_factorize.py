@@ -10,7 +10,7 @@ from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import surgery_method
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.nn.layers._forms import check_latent, is_plain, is_tied, latent_size
-from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
+from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear, max_latent
 from purecompose.schedule.declared import Within
 
 
@@ -100,4 +100,4 @@ def _is_itself(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def _is_worth_it(module: nn.Linear | nn.Conv2d, latent: int, site: surgery.Site) -> bool:
     # Factors of a weight that is shared with another layer would add parameters instead of saving them.
-    return factorizing_could_speedup(module, latent) and not is_tied(module, site.root)
+    return latent <= max_latent(module) and not is_tied(module, site.root)

@@ -70,5 +70,4 @@ from purecompose.nn.layers.convolutions import (
     blurmax_pool2d as blurmax_pool2d,
     standardized as standardized,
 )
-from purecompose.nn.layers.factorized import factorizing_could_speedup as factorizing_could_speedup
 from purecompose.nn.layers.transformer import alibi_bias as alibi_bias, alibi_slopes as alibi_slopes

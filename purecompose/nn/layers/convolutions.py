@@ -13,11 +13,10 @@ References:
     https://arxiv.org/abs/1709.01507
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,22 +30,19 @@ Pair = int | Sequence[int]
 
 
 @suggests_keywords()
-def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) -> Tensor:
-    """Smooth each channel separately, with zeros around the image.
+def blur_2d(input: Tensor, *, stride: Pair = 1) -> Tensor:
+    """Smooth each channel by the outer product of (1, 2, 1) / 4 with itself, with zeros around the image.
 
     Args:
         input: (N, C, H, W) or (C, H, W), floating.
         stride: Step in pixels, one number or two.
-        kernel: (h, w), or (C, h, w) for one kernel per channel, with odd sides; by default the outer product of
-            (1, 2, 1) with itself, divided by 16.
 
     Returns:
         (N, C, ceil(H / stride), ceil(W / stride)), in the dtype of the input.
 
     Raises:
         TypeError: The input is not floating.
-        ValueError: The input has another number of dimensions, or the kernel has an even side, or another number of
-            dimensions or channels.
+        ValueError: The input has another number of dimensions.
 
     Example:
         >>> blur_2d(torch.ones(1, 1, 3, 3)).squeeze().tolist()
@@ -57,19 +53,12 @@ def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) ->
     if not input.is_floating_point():
         raise TypeError(f"blur_2d: expected a floating input, got {input.dtype}; convert it first")
     channels, (down, right) = input.shape[-3], _pair(stride)
-    if kernel is None:
-        # Created on the input's device, because copying numbers from the host would make a GPU wait.
-        row = (2 - (torch.arange(3, dtype=input.dtype, device=input.device) - 1).abs()) / 4
-        kernel = row.unsqueeze(1) * row
-    sides, own = kernel.shape[-2:], kernel.shape[:-2]
-    if kernel.ndim not in (2, 3) or not all(side % 2 for side in sides) or own not in ((), (1,), (channels,)):
-        raise ValueError(
-            f"blur_2d: expected a kernel (h, w) or ({channels}, h, w) of odd sides, got shape {tuple(kernel.shape)}"
-        )
     if not input.numel():
         return input[..., ::down, ::right]
-    filters = kernel.to(input.dtype).expand(channels, *sides).unsqueeze(1)
-    return F.conv2d(input, filters, stride=(down, right), padding=(sides[0] // 2, sides[1] // 2), groups=channels)
+    # Created on the input's device, because copying numbers from the host would make a GPU wait.
+    row = (2 - (torch.arange(3, dtype=input.dtype, device=input.device) - 1).abs()) / 4
+    filters = (row.unsqueeze(1) * row).expand(channels, 1, 3, 3)
+    return F.conv2d(input, filters, stride=(down, right), padding=1, groups=channels)
 
 
 @suggests_keywords()
@@ -81,7 +70,6 @@ def blurmax_pool2d(
     dilation: Pair = 1,
     *,
     ceil_mode: bool = False,
-    kernel: Tensor | None = None,
 ) -> Tensor:
     """Compute the maximum of the window at every position, smooth the result, and subsample it by `stride`.
 
@@ -89,7 +77,6 @@ def blurmax_pool2d(
         input: (N, C, H, W) or (C, H, W), floating.
         kernel_size, stride, padding, dilation, ceil_mode: As in `torch.nn.functional.max_pool2d`; by default the stride
             is the window's size.
-        kernel: See `blur_2d`.
 
     Returns:
         A tensor of the shape of `max_pool2d`'s output.
@@ -108,7 +95,7 @@ def blurmax_pool2d(
         below, beside = (_missing(*sizes) for sizes in zip(input.shape[-2:], window, steps, around, holes, strict=True))
         if below or beside:
             input = F.pad(input, (0, beside, 0, below), value=-math.inf)
-    return blur_2d(F.max_pool2d(input, window, 1, around, holes), stride=steps, kernel=kernel)
+    return blur_2d(F.max_pool2d(input, window, 1, around, holes), stride=steps)
 
 
 class BlurConv2d(Wrapping):
@@ -252,17 +239,9 @@ def standardized(weight: Tensor) -> Tensor:
 class _Standardized:
     """Common part of the three classes: the stored weight is trained, the standardized one is used."""
 
-    _plain: ClassVar[type[nn.Module]]
-    """Class of the convolution that was standardized."""
-
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         forward: Any = super()
         return forward._conv_forward(input, standardized(weight), bias)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the class that was standardized, because the classes made for subclasses cannot be imported."""
-        _, _, *rest = super().__reduce_ex__(protocol)  # pyright: ignore[reportGeneralTypeIssues]
-        return _empty, (self._plain,), *rest
 
 
 class StandardizedConv1d(_Standardized, nn.Conv1d):
@@ -273,8 +252,6 @@ class StandardizedConv1d(_Standardized, nn.Conv1d):
         torch.Size([1, 4, 3])
     """
 
-    _plain = nn.Conv1d
-
 
 class StandardizedConv2d(_Standardized, nn.Conv2d):
     """`nn.Conv2d` with standardized filters; the same parameters under the same names.
@@ -284,8 +261,6 @@ class StandardizedConv2d(_Standardized, nn.Conv2d):
         torch.Size([1, 4, 3, 3])
     """
 
-    _plain = nn.Conv2d
-
 
 class StandardizedConv3d(_Standardized, nn.Conv3d):
     """`nn.Conv3d` with standardized filters; the same parameters under the same names.
@@ -294,8 +269,6 @@ class StandardizedConv3d(_Standardized, nn.Conv3d):
         >>> StandardizedConv3d(2, 4, 3)(torch.ones(1, 2, 5, 5, 5)).shape
         torch.Size([1, 4, 3, 3, 3])
     """
-
-    _plain = nn.Conv3d
 
 
 STANDARDIZED: MappingProxyType[type[nn.Module], type[nn.Module]] = MappingProxyType(
@@ -311,9 +284,9 @@ def standardized_conv(conv: nn.Module) -> nn.Module | None:
         conv: Any module.
 
     Returns:
-        One of the three classes; for a subclass, an instance of both it and the subclass. `None` if this is not an
-        `nn.Conv1d`, `2d` or `3d`, if it is already standardized, has its own forward, hooks or parametrized tensors, or
-        if its weight is not floating.
+        One of the three classes, with the attributes of a subclass. `None` if this is not an `nn.Conv1d`, `2d` or `3d`,
+        if it is already standardized, has its own forward, hooks or parametrized tensors, or if its weight is not
+        floating.
 
     Example:
         >>> type(standardized_conv(nn.Conv2d(3, 8, 3))).__name__, standardized_conv(nn.Linear(2, 2))
@@ -326,21 +299,7 @@ def standardized_conv(conv: nn.Module) -> nn.Module | None:
     inherits = is_plain(conv, kind) and getattr(type(conv), "_conv_forward") is getattr(kind, "_conv_forward")  # noqa: B009
     if not inherits or weight is None or not weight.is_floating_point():
         return None
-    return recast(conv, _standardized_class(type(conv)))
-
-
-@functools.cache
-def _standardized_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the standardized form of a class of convolutions; for a subclass, a class that inherits from both."""
-    kind = next(kind for base, kind in STANDARDIZED.items() if issubclass(plain, base))
-    if plain in STANDARDIZED:
-        return kind
-    return type(f"Standardized{plain.__name__}", (kind, plain), {"_plain": plain, "__module__": __name__})
-
-
-def _empty(plain: type[nn.Module]) -> nn.Module:
-    kind = _standardized_class(plain)
-    return kind.__new__(kind)
+    return recast(conv, STANDARDIZED[kind])
 
 
 class SqueezeExcite2d(nn.Module):

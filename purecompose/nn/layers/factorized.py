@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from purecompose._support.checks import suggests_keywords
-
 
 def max_latent(module: nn.Linear | nn.Conv2d) -> int:
     """Return the greatest width between two factors with which they take fewer multiplications than the layer does.
@@ -23,21 +21,6 @@ def max_latent(module: nn.Linear | nn.Conv2d) -> int:
     """
     out, fan_in = module.weight.shape[0], module.weight[0].numel()
     return math.ceil(fan_in * out / (fan_in + out) - 1)
-
-
-@suggests_keywords()
-def factorizing_could_speedup(module: nn.Linear | nn.Conv2d, latent: int) -> bool:
-    """Return whether two factors with this width between them take fewer multiplications than the layer does.
-
-    Args:
-        module: The layer.
-        latent: Width between the factors.
-
-    Example:
-        >>> factorizing_could_speedup(nn.Linear(8, 8), 3), factorizing_could_speedup(nn.Linear(8, 8), 4)
-        (True, False)
-    """
-    return latent <= max_latent(module)
 
 
 def split_weight(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
