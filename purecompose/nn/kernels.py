@@ -9,14 +9,16 @@ Attention of short sequences in half precision: torch's fused kernel for the CPU
 which saves memory on long sequences; on short ones its products are too small to be efficient, especially backward.
 """
 
+import functools
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -48,14 +50,28 @@ def kernels(
     cumulative = _CumulativeNorms() if skeleton.has_cumulative_norms else NOTHING
     if is_transforming():
         narrowed = NOTHING if narrow is None else _Attention(narrow, device)
-        return together(plain, sdpa_kernel(SDPBackend.MATH), _Transformed(narrow), narrowed, cumulative)
+        norms = {} if narrow is None else dict.fromkeys(_NORMS, functools.partial(_widened, narrow))
+        return together(plain, sdpa_kernel(SDPBackend.MATH), _Replacing(_TRANSFORMED | norms), narrowed, cumulative)
     is_slow = skeleton.may_attend and (device, narrow) in _ATTENTION
     attention = _Attention(narrow, device, by_products=True) if narrow is not None and is_slow else NOTHING
-    batch_norms = SharedBatchNorms() if skeleton.has_batch_norms and shared_batch() is not None else NOTHING
+    shares = skeleton.has_batch_norms and shared_batch() is not None
+    batch_norms = _Replacing({F.batch_norm: _batch_norm}) if shares else NOTHING
     if params and type(first := next(iter(params.values()))) is not Tensor and is_fake(local(first)):
-        return together(_Traced(), batch_norms, attention, cumulative)
-    group_norms = _GroupNormOfData() if skeleton.has_group_norms and torch.is_grad_enabled() else NOTHING
+        return together(_Replacing(_TRACED), batch_norms, attention, cumulative)
+    group_norms = _Replacing(_OF_DATA) if skeleton.has_group_norms and torch.is_grad_enabled() else NOTHING
     return together(plain, group_norms, batch_norms, attention)
+
+
+class _Replacing(TorchFunctionMode):
+    """Mode that calls `handler(func, *args, **kwargs)` in place of functions."""
+
+    def __init__(self, handlers: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._handlers = handlers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = self._handlers.get(func)
+        return func(*args, **kwargs or {}) if handler is None else handler(func, *args, **kwargs or {})
 
 
 _ATTENTION = {("cpu", torch.bfloat16): torch.float32}
@@ -67,92 +83,74 @@ softmax are slower too, but by tens of microseconds. `short_attention` is faster
 """
 
 
-class _Transformed(TorchFunctionMode):
-    """Mode that replaces kernels which transforms do not support.
-
-    Normalisation into `out=`, as in spectral norm's power iteration, has no batching rule. Recurrent layers need an
-    initial state for each mapped input. Norms do not support half-precision inputs with float32 statistics.
-    """
-
-    def __init__(self, narrow: torch.dtype | None) -> None:
-        super().__init__()
-        self._narrow = narrow
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.normalize and not replaces_functions():
-            return normalize(*args, **kwargs)
-        if func is Tensor.__bool__ and _asks_if_a_mask_is_needed():
-            return False
-        if func in _RECURRENT:
-            return func(*_with_own_state(*args), **kwargs)
-        if func in _NORMS and self._narrow is not None:
-            return _widened(func, self._narrow, *args, **kwargs)
-        return func(*args, **kwargs)
+def _normalize(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Normalise into `out=`, as in spectral norm's power iteration, which has no batching rule."""
+    return func(*args, **kwargs) if replaces_functions() else normalize(*args, **kwargs)
 
 
-_CELLS = (torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.lstm_cell)
-_RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, *_CELLS))
-
-
-def _with_own_state(inputs: Tensor, hidden: Any, *rest: Any) -> tuple[Any, ...]:
-    """Return the arguments of a recurrent function with a state that is mapped by `vmap` as its inputs are.
+def _recurrent(func: Any, inputs: Tensor, hidden: Any, *rest: Any) -> Any:
+    """Call a recurrent function with a state that is mapped by `vmap` as its inputs are.
 
     torch adds products of the inputs in place to those of the state, which for initial zeros are too small.
     """
     if isinstance(hidden, Tensor) and not hidden.is_floating_point():  # the batch sizes of packed sequences
-        return inputs, hidden, *rest
+        return func(inputs, hidden, *rest)
     zero = torch.zeros_like(inputs).sum()
-    own = tree.map(lambda part: part + zero.to(part.dtype), hidden)
-    return inputs, own, *rest
+    return func(inputs, tree.map(lambda part: part + zero.to(part.dtype), hidden), *rest)
 
 
-class _GroupNormOfData(TorchFunctionMode):
-    """Mode that computes group normalisation of inputs without gradient (images, or outputs of frozen layers) in the
-    contiguous memory format.
+def _group_norm_of_data(func: Any, input: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute group normalisation of inputs without gradient (images, or outputs of frozen layers) in the contiguous
+    memory format.
 
     In channels last, torch's backward pass writes the gradient of such an input to unallocated memory, and the
     process crashes (torch 2.13, CPU).
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and not args[0].requires_grad:
-            args = (args[0].contiguous(), *args[1:])
-        return func(*args, **kwargs or {})
+    return func(input if input.requires_grad else input.contiguous(), *args, **kwargs)
 
 
-class _Traced(TorchFunctionMode):
-    """Mode that replaces kernels whose results while tracing differ from the real ones.
+def _group_norm_traced(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute group normalisation of a single example in the contiguous memory format.
 
-    Group normalisation of a single example in channels last has other strides when traced, so that the graph would
-    contain views that the real result does not allow: it is computed in the contiguous memory format. The backward
-    pass of oneDNN's LSTM lacks a workspace: it is replaced by plain operations. Masks have no numbers to look at.
+    In channels last its result has other strides when traced, so that the graph would contain views that the real
+    result does not allow.
     """
+    return func(input.contiguous() if input.shape[0] == 1 else input, *args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__bool__ and _asks_if_a_mask_is_needed():
-            return False
-        if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
-            args = (args[0].contiguous(), *args[1:])
-        with without_onednn() if func is torch.lstm else NOTHING:
-            return func(*args, **kwargs or {})
+
+def _lstm_traced(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute an LSTM in plain operations, since the backward pass of oneDNN's lacks a workspace when traced."""
+    with without_onednn():
+        return func(*args, **kwargs)
+
+
+def _mask_is_needed(func: Any, mask: Tensor) -> Any:
+    """Answer a transformer of torch or transformers that reads its mask, which has no numbers now: False.
+
+    torch asks if the mask is the causal one, transformers if it hides no padding, to choose a faster kernel. The answer
+    False is always right: the mask is then applied as it is.
+    """
+    asks = any(
+        frame.f_code is _DETECTS_CAUSAL_MASK
+        or (frame.f_code.co_name in _IGNORES_MASK and frame.f_globals["__name__"] == "transformers.masking_utils")
+        for frame, _ in traceback.walk_stack(None)
+    )
+    return False if asks else func(mask)
 
 
 _DETECTS_CAUSAL_MASK = torch.nn.modules.transformer._detect_is_causal_mask.__code__
 _IGNORES_MASK = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # in transformers.masking_utils
 
 
-def _asks_if_a_mask_is_needed() -> bool:
-    """Return whether a transformer of torch or transformers reads its mask, to choose a faster kernel.
-
-    torch asks if the mask is the causal one, transformers if it hides no padding. The answer False is always right: the
-    mask is then applied as it is.
-    """
-    return any(
-        frame.f_code is _DETECTS_CAUSAL_MASK
-        or (frame.f_code.co_name in _IGNORES_MASK and frame.f_globals["__name__"] == "transformers.masking_utils")
-        for frame, _ in traceback.walk_stack(None)
-    )
+_OF_DATA = {F.group_norm: _group_norm_of_data}
+_TRACED = {Tensor.__bool__: _mask_is_needed, F.group_norm: _group_norm_traced, torch.lstm: _lstm_traced}
+_CELLS = (torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.lstm_cell)
+_LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_TRANSFORMED = {
+    F.normalize: _normalize,
+    Tensor.__bool__: _mask_is_needed,
+    **dict.fromkeys((*_LAYERS, *_CELLS), _recurrent),
+}
 
 
 class _CumulativeNorms(TorchFunctionMode):
@@ -168,7 +166,7 @@ class _CumulativeNorms(TorchFunctionMode):
         if is_read and any(f.f_code in _COUNTING for f, _ in traceback.walk_stack(sys._getframe())):
             self._count = args[0]
             return 1.0  # with this factor, the running statistics become those of the batch
-        if func is not torch.nn.functional.batch_norm or self._count is None:
+        if func is not F.batch_norm or self._count is None:
             return func(*args, **kwargs or {})
         count, self._count = self._count, None
         of_batch = [running.clone() for running in args[1:3]]
@@ -181,11 +179,11 @@ class _CumulativeNorms(TorchFunctionMode):
 
 _COUNTING = [norm.forward.__code__ for norm in (torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm)]
 
-_NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
+_NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
 
 
-def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Call a function, with its narrow input widened if other arguments are wide tensors."""
+def _widened(narrow: torch.dtype, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call a norm, which under transforms takes no half-precision inputs with float32 statistics."""
     others = (other for other in (*args, *kwargs.values()) if isinstance(other, Tensor))
     if input.dtype is narrow and any(other.dtype is not narrow for other in others):
         return func(input.float(), *args, **kwargs).to(narrow)
@@ -208,10 +206,10 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.multi_head_attention_forward:
+        if func is F.multi_head_attention_forward:
             with self:  # a mode is off inside its own handler
                 return past_dispatch(func)(*args, **kwargs)
-        is_attention = func is torch.nn.functional.scaled_dot_product_attention
+        is_attention = func is F.scaled_dot_product_attention
         if not is_attention or not torch.is_autocast_enabled(self._device):
             return func(*args, **kwargs)
         with torch.autocast(self._device, enabled=False):
@@ -278,19 +276,8 @@ def short_attention(
     return result.transpose(1, 2).contiguous().transpose(1, 2) if are_heads_inside else result
 
 
-class SharedBatchNorms(TorchFunctionMode):
-    """Mode in which batch normalisation in training mode uses the statistics of all processes."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shared = shared_batch()
-        if func is not torch.nn.functional.batch_norm or shared is None:
-            return func(*args, **kwargs or {})
-        return _batch_norm(func, shared, *args, **kwargs or {})
-
-
 def _batch_norm(
     func: Any,
-    shared: Any,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -304,7 +291,8 @@ def _batch_norm(
 
     `shared` is the `core.ranks.SharedPart` of the processes that share the batch.
     """
-    if not training:
+    shared = shared_batch()  # none for parts that are normalised on their own
+    if not training or shared is None:
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
     wide = input if input.dtype == torch.float64 else input.float()
     mean, variance, count = _statistics(wide.detach(), shared, running_mean)
