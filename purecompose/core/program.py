@@ -21,7 +21,7 @@ from purecompose.core.means import check_terms, denominators, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
 from purecompose.core.state import State
 from purecompose.errors import ContractError
-from purecompose.losses.evaluation import advice, check_pairs
+from purecompose.losses.evaluation import check_pairs
 from purecompose.time.event import Event
 
 
@@ -82,9 +82,6 @@ class Stage:
             error.add_note(f"in the stage {self.name}, with {', '.join(forms)}")
             if state.outputs is None and (note := _dtype_advice(state)):
                 error.add_note(note)
-            if self.sets_loss:
-                for note in advice(state.outputs, _targets_if_any(state)):
-                    error.add_note(note)
             raise
         if not isinstance(new_state, State):
             raise ContractError(

@@ -9,7 +9,7 @@ A `Mixture` is resolved in one of two ways, which agree for cross entropy, since
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -200,22 +200,6 @@ def _numbers_like(tensor: Tensor) -> Tensor:
     """Return a tensor of different numbers in [0, 1), or of integers 0 and 1, by multiples of the golden ratio."""
     numbers = torch.arange(tensor.numel(), device=tensor.device) * 0.6180339887 % 1
     return (numbers if tensor.is_floating_point() else numbers * 2).to(tensor.dtype).reshape(tensor.shape)
-
-
-def advice(outputs: Any, targets: Any) -> Iterator[str]:
-    """Yield hints for an error of a loss that may not support these outputs and targets."""
-    if not isinstance(outputs, Tensor):
-        yield (
-            f"the network returns a {type(outputs).__name__}: a loss takes the tensor that it needs from it, as in "
-            "`lambda outputs, targets: F.cross_entropy(outputs[0], targets)`"
-        )
-    is_dense = isinstance(targets, Tensor) and targets.ndim > 1 and targets.is_floating_point()
-    if is_dense or (isinstance(targets, Mixture) and not targets.interpolate_loss):
-        yield (
-            "if a method such as label_smoothing or mixup made the targets dense, (N, C, ...) with rows of zeros for "
-            "what does not count: losses.CrossEntropy(ignore_index=...) takes them; methods that mix may also call the "
-            "loss with the targets of the batch, by interpolate_loss=True"
-        )
 
 
 def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> Tensor:

@@ -206,8 +206,8 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
     return _of_classes(Metric(init, update, Mean.value, is_sum=True, higher_is_better=True), ignore_index)
 
 
-def dice(num_classes: int, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), averaged over the
+def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the intersection over union of the predicted classes, |P and T| / |P or T|, averaged over the
     classes that occur.
 
     Sizes are counted over all examples together. Outputs and targets are as for `top_k`.
@@ -221,30 +221,33 @@ def dice(num_classes: int, *, ignore_index: int | None = None) -> Metric:
             another number of classes (at the first update).
 
     Example:
-        >>> metric, outputs = dice(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
-        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item(), 4)
-        0.6667
-    """
-    return _overlap("dice", num_classes, ignore_index, lambda both, sizes: 2 * both / sizes)
-
-
-def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the intersection over union of the predicted classes, |P and T| / |P or T|, averaged over the
-    classes that occur.
-
-    Sizes are counted over all examples together. Outputs and targets are as for `top_k`; arguments and errors as for
-    `dice`.
-
-    Args:
-        num_classes: Number of classes, at least 2.
-        ignore_index: Class of positions to leave out.
-
-    Example:
         >>> metric, outputs = iou(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
         >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
         0.5
     """
-    return _overlap("iou", num_classes, ignore_index, lambda both, sizes: both / (sizes - both))
+    check_whole(num_classes, "metrics.iou: num_classes", 2)
+
+    def init(device: _Device = None) -> tuple[Tensor, Tensor]:
+        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
+        return empty, empty
+
+    def update(
+        acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
+    ) -> tuple[Tensor, Tensor]:
+        classes, counted = _classes("iou", outputs, targets, ignore_index)
+        if outputs.shape[1] != num_classes:
+            raise ValueError(f"metrics.iou: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}")
+        numbers = torch.arange(num_classes, device=outputs.device)
+        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
+        wanted = (classes[..., None] == numbers) & counted[..., None]
+        both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
+        return acc[0] + both, acc[1] + sizes
+
+    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
+        both, sizes = acc
+        return (both / (sizes - both)).nanmean()  # NaN for a class that does not occur
+
+    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True), ignore_index)
 
 
 def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
@@ -256,36 +259,6 @@ def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
     if ignore_index is not None:
         update = functools.partial(update, ignore_index=ignore_index)
     return metric._replace(update=update, takes_logits=True, takes_ignore_index=ignore_index is None)
-
-
-def _overlap(
-    name: str, num_classes: int, ignore_index: int | None, score: Callable[[Tensor, Tensor], Tensor]
-) -> Metric:
-    """Return the mean over classes of a score of |P and T| and |P| + |T|, which is NaN for an absent class."""
-    check_whole(num_classes, f"metrics.{name}: num_classes", 2)
-
-    def init(device: _Device = None) -> tuple[Tensor, Tensor]:
-        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
-        return empty, empty
-
-    def update(
-        acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
-    ) -> tuple[Tensor, Tensor]:
-        classes, counted = _classes(name, outputs, targets, ignore_index)
-        if outputs.shape[1] != num_classes:
-            raise ValueError(
-                f"metrics.{name}: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}"
-            )
-        numbers = torch.arange(num_classes, device=outputs.device)
-        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
-        wanted = (classes[..., None] == numbers) & counted[..., None]
-        both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
-        return acc[0] + both, acc[1] + sizes
-
-    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
-        return score(*acc).nanmean()
-
-    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True), ignore_index)
 
 
 def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ from purecompose.losses.metrics import (
     Metric,
     accuracy,
     as_metric,
-    dice,
     from_function,
     iou,
     is_lower_better,
@@ -178,7 +177,7 @@ def test_a_value_that_the_order_of_a_batch_happens_not_to_change_is_not_refused(
     metric.update(metric.init(), scale * torch.tensor([[1.0], [-1.0], [2.0], [-3.0]]), torch.tensor(labels))
 
 
-@pytest.mark.parametrize("metric", [accuracy, top_k(2), dice(3), iou(3)])
+@pytest.mark.parametrize("metric", [accuracy, top_k(2), iou(3)])
 def test_several_labels_at_a_position_are_refused(metric):
     outputs, labels = torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     with pytest.raises(ValueError, match=r"expected one class for each position, .*\(outputs > 0\) == targets"):
@@ -274,7 +273,6 @@ def test_other_names_say_nothing(name):
     [
         (accuracy, False),
         (top_k(5), False),
-        (dice(2), False),
         (iou(2), False),
         (mean_loss(), True),
         (mean_loss(F.mse_loss), True),
@@ -303,16 +301,16 @@ def test_a_part_of_the_loss_that_some_batches_lack_keeps_its_mean():
     assert {name: value.item() for name, value in metric.compute(acc).items()} == {"": 2.6, "kl": 2.0}
 
 
-def test_dice_counts_sets_over_all_batches():
+def test_iou_counts_sets_over_all_batches():
     found, wanted = (torch.Generator().manual_seed(seed) for seed in (0, 1))
     scores, labels = torch.randn(6, 3, 4, 5, generator=found), torch.randint(0, 3, (6, 4, 5), generator=wanted)
-    metric, predicted = dice(4), scores.argmax(1)
+    metric, predicted = iou(4), scores.argmax(1)
     outputs = torch.cat([scores, torch.full((6, 1, 4, 5), -9.0)], 1)  # the last class never occurs
     acc = metric.init()
     for part in (slice(0, 1), slice(1, 6)):
         acc = metric.update(acc, outputs[part], labels[part])
     sets = [(predicted == number, labels == number) for number in range(3)]
-    expected = [2 * (found & wanted).sum() / (found.sum() + wanted.sum()) for found, wanted in sets]
+    expected = [(found & wanted).sum() / (found | wanted).sum() for found, wanted in sets]
     torch.testing.assert_close(metric.compute(acc), torch.stack(expected).mean())
     with pytest.raises(ValueError, match="expected 4 classes"):
         metric.update(acc, scores, labels)

@@ -35,7 +35,7 @@ ROWS, INDICES = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 PAIR, ORDER = Mixture.of(torch.tensor([0, 1])), torch.tensor([1, 0])
 INSIDE = torch.zeros(1, 3, 4, dtype=torch.bool)
 MODEL = {"loss": torch.tensor(2.0), "logits": torch.zeros(2, 3)}
-CLASS_METRICS = (metrics.accuracy, metrics.dice(2), metrics.iou(2))
+CLASS_METRICS = (metrics.accuracy, metrics.iou(2))
 
 REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception] | tuple[type[Exception], ...], str]] = [
     # Losses
@@ -93,7 +93,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception] | tuple
     ),
     (updated, (metrics.accuracy, (ROWS, ROWS), INDICES), TypeError, r"got tuple and Tensor; pick .*outputs\[0\]"),
     (updated, (metrics.top_k(5), ROWS, INDICES), ValueError, "at least 5 classes"),
-    (updated, (metrics.dice(4), ROWS, INDICES), ValueError, "expected 4 classes"),
+    (updated, (metrics.iou(4), ROWS, INDICES), ValueError, "expected 4 classes"),
     (updated, (metrics.as_metric(lambda o, t: o[:3]), ROWS, INDICES), ValueError, r"4 rows.*\(3, 3\).*write a Metric"),
     (updated, (metrics.as_metric(number), ROWS, INDICES), TypeError, "got float"),
     (metrics.as_metric, (Accumulator(),), TypeError, "Accumulator.*functional"),
