@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.lr_scheduler import StepLR
 from torch.utils import _pytree as pytree
 
-from purecompose import optim
+from purecompose import optim, schedule
 from purecompose.algorithms.functional import to_channels_last
 from purecompose.optim import base
 from purecompose.optim.base import cells
-from purecompose.schedule import Hparam, collect, cosine, hparam, linear
+from purecompose.schedule import Hparam, collect, cosine, hparam, linear, scheduled
 
 
 LR = hparam("lr", 0.1)
@@ -269,6 +269,7 @@ def test_a_group_that_matches_nothing_is_named_at_init(tensors):
     [
         ({"*": {"learning_rate": 1.0}}, TypeError, r"groups\['\*'\]: no option 'learning_rate'; the options are lr, "),
         ({"*": {"groups": ()}}, TypeError, "no option 'groups'"),
+        ({"*": {"decay": "by rate"}}, TypeError, "no option 'decay'"),
         ({"*": {"lr": -1.0}}, ValueError, r"groups\['\*'\]: sgd: lr: expected a finite number >= 0, got -1.0"),
         ({3: {"lr": 1.0}}, TypeError, r"expected a pattern of parameter names, such as '\*.bias', got 3 \(int\)"),
         ({"*": 0.1}, TypeError, r"groups\['\*'\]: expected a mapping"),
@@ -364,3 +365,38 @@ def test_complex_parameters_move_as_pairs_of_numbers_beside_real_ones(ours, tens
 def test_adafactor_refuses_complex_parameters():
     with pytest.raises(TypeError, match="adafactor: expected real parameters, got 'w' of torch.complex64"):
         optim.adafactor().init({"w": torch.zeros(2, dtype=torch.complex64)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sgd(lr=0.1)",
+        "sgd(lr=0.1, momentum=0.9, nesterov=True)",
+        "adam(lr=0.01)",
+        "adamw(lr=0.01, weight_decay=0.1)",
+        "adamw(weight_decay=0.0)",
+        "decoupled_adamw(betas=(0.9, 0.999))",
+        "decoupled_sgdw(lr=2.0, momentum=0.9, nesterov=True, weight_decay=0.001)",
+        "rmsprop(alpha=0.9, centered=True)",
+        "lion(lr=0.001, weight_decay=1.0)",
+        "muon(lr=0.02, adjust_lr='match_rms_adamw', groups={'a.*': {'nesterov': False}})",
+        "adafactor(eps=(1e-30, 0.001))",
+        "by_pattern({'blocks.*': muon(lr=0.02), '*.bias': sgd(lr=0.1)}, adamw(lr=0.0003))",
+        "from_torch(torch.optim.NAdam, betas=(hparam('b', 0.8), 0.9), lr=0.1, groups={'*.bias': {'lr': 0.2}})",
+        "sgd(lr=0.1, groups={'*.bias': {'weight_decay': 0.0}})",
+        "sgd(lr=0.1 * cosine(alpha_f=0.0, warmup='2ep', t_max='1.0dur') * hparam('lr', 1.0))",
+        "adam(lr=linear(alpha_i=1.0, alpha_f=0.5, warmup='0ba', t_max='9ba'), betas=(0.8, 0.9))",
+    ],
+)
+def test_the_repr_rebuilds_an_equal_object(text: str) -> None:
+    names = {**vars(schedule), **vars(optim), "hparam": hparam, "torch": torch}
+    optimizer = eval(text, names)
+    assert repr(optimizer) == text
+    assert eval(repr(optimizer), names) == optimizer
+
+
+def test_a_user_defined_schedule_prints_by_its_name() -> None:
+    def halved(timestamp: object) -> float:
+        return 0.5
+
+    assert repr(scheduled(halved)).startswith("scheduled(") and "halved" in repr(scheduled(halved))
