@@ -326,7 +326,7 @@ def _check_transform(transform: Any, rng: Any) -> None:
         raise TypeError(f"loader: {shown(transform)} cannot be called as {wanted}{hint}")
 
 
-def shared(loader: Loader) -> Loader:
+def shared(loader: Loader, mesh: Any = None) -> Loader:
     """Split the reading of each batch of a loader among processes.
 
     Messages put the rows together, so that all processes have the whole batch, with the same bits as if each
@@ -337,6 +337,7 @@ def shared(loader: Loader) -> Loader:
     Args:
         loader: A loader from `data.loader` without `collate`, which would see a part of the batch. Its samples consist
             of numbers and tensors, which have one shape in all samples.
+        mesh: A `torch.distributed.DeviceMesh` of the processes; by default all.
 
     Returns:
         A `Loader`, whose batches are on the CPU. In a single process it is `loader` itself.
@@ -373,8 +374,10 @@ def shared(loader: Loader) -> Loader:
             "data.shared: there is no process group: start the processes by torchrun, and call "
             "torch.distributed.init_process_group() in each"
         )
-    if dist.get_world_size() == 1:
+    members = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+    if len(members) == 1:
         return loader
+    group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
     divided = copy.copy(loader)
-    divided.reader = cast(Reader, SharedReader(loader.reader, dist.new_group(backend="gloo")))
+    divided.reader = cast(Reader, SharedReader(loader.reader, group))
     return divided

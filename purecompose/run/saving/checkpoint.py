@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -68,22 +68,28 @@ class Snapshot:
 
     def write(self, target: Path, writers: Writers | None = None) -> None:
         """Write the snapshot, atomically; may be called in another thread, unless processes write it together."""
+        if writers is not None and writers.is_joint:
+            self.complete(target, writers, lambda: self.write_part(target, writers))
+        elif writers is None or writers.is_first:
+            disk.write(target, self._index, self._stored(self.tensors))
+
+    def write_part(self, target: Path, writers: Writers) -> Any:
+        """Write what this process holds, as `folder.write_part`."""
+        own = self.rows if writers.number else self.tensors  # the first process writes what is not divided
+        return disk.write_part(target, lambda: self._stored(own), self.rows, writers)
+
+    def complete(self, target: Path, writers: Writers, part: Callable[[], Any]) -> None:
+        """Complete what all processes have written, as `folder.complete`."""
+        disk.complete(target, self._index, part, writers)
+
+    def _stored(self, names: Iterable[str]) -> dict[str, Tensor]:
         if self.arrived is not None:
             self.arrived.synchronize()
+        return {name: stored(self.tensors[name]) for name in names}
 
-        def index(files: dict[str, Any]) -> Index:
-            description = {**self.index.description, "settings": unwritten(self.index, self.tensors)}
-            return replace(self.index, description=description, files=files)
-
-        def tensors() -> dict[str, Tensor]:
-            # Of several processes the first writes what is not divided.
-            own = self.rows if writers is not None and writers.number else self.tensors
-            return {name: stored(self.tensors[name]) for name in own}
-
-        if writers is not None and writers.is_joint:
-            disk.write_together(target, index, tensors, self.rows, writers)
-        elif writers is None or writers.is_first:
-            disk.write(target, index, tensors())
+    def _index(self, files: dict[str, Any]) -> Index:
+        description = {**self.index.description, "settings": unwritten(self.index, self.tensors)}
+        return replace(self.index, description=description, files=files)
 
 
 def snapshot(

@@ -2,7 +2,7 @@
 
 Everything is written into a hidden folder next to the target, synced to disk, and renamed. If the process dies midway,
 readers ignore the hidden folder and the next writer removes it. Processes that hold parts of a state write into one
-hidden folder, each a file with its rows, while the others wait.
+hidden folder, each a file with its rows, and the first one completes it when all have done so.
 """
 
 import contextlib
@@ -389,28 +389,36 @@ def in_all(writers: Writers | None, act: Callable[[], T], problem: str) -> T:
     return found
 
 
-def write_together(
+def write_part(
     target: Path,
-    make_index: Callable[[dict[str, Any]], Index],
     make_tensors: Callable[[], Mapping[str, Tensor]],
     rows: Mapping[str, tuple[int, int]],
     writers: Writers,
-) -> None:
-    """Write a checkpoint together with the other processes, all of which call this; it is complete for all or for none.
+) -> tuple[str, Any] | None:
+    """Write this process's file of a checkpoint, in any thread, and return its name and report for `complete`.
 
-    The target is on a file system that all share. `rows` are the first row that this process has of each divided
-    tensor, and the row after the last; the reports of files contain them, too. For the rest see `write`.
+    `rows` are the first row that this process has of each divided tensor, and the row after the last.
+    """
+    if writers.number is None:
+        return None
+    new, name = hidden(target, writers.run), file_name(writers.number, writers.total)
+    new.mkdir(parents=True, exist_ok=True)
+    return name, {**write_tensors(new / name, make_tensors()), "rows": dict(rows)}
+
+
+def complete(
+    target: Path,
+    make_index: Callable[[dict[str, Any]], Index],
+    part: Callable[[], tuple[str, Any] | None],
+    writers: Writers,
+) -> None:
+    """Complete a checkpoint, for all processes or for none; all of them call this.
+
+    `part` returns what `write_part` has; for `make_index` see `write`. The file system is one that all share.
     """
     new, problem = hidden(target, writers.run), f"{target} was not written"
 
-    def own() -> tuple[str, Any] | None:
-        if writers.number is None:
-            return None
-        new.mkdir(parents=True, exist_ok=True)
-        name = file_name(writers.number, writers.total)
-        return name, {**write_tensors(new / name, make_tensors()), "rows": dict(rows)}
-
-    def complete(reports: list[tuple[str, Any] | None]) -> None:
+    def put(reports: list[tuple[str, Any] | None]) -> None:
         if not writers.is_first:
             return
         files = dict(sorted(one for one in reports if one is not None))
@@ -420,9 +428,9 @@ def write_together(
             write_index(new, make_index(files))
 
     try:
-        report = in_all(writers, own, problem)
+        report = in_all(writers, part, problem)
         reports = gather_objects(report, writers.ranks.size, writers.ranks.group)
-        in_all(writers, lambda: complete(reports), problem)
+        in_all(writers, lambda: put(reports), problem)
     except Exception:
         if writers.is_first:
             shutil.rmtree(new, ignore_errors=True)

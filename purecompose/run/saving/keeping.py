@@ -152,6 +152,8 @@ class Keeper:
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
         self._waiting: tuple[Future[None], int, bool] | None = None
         """The last checkpoint passed to the writing thread, its batch, and whether it is the best: not its tensors."""
+        self._parts: tuple[_Task, Future[Any]] | None = None
+        """The checkpoint of which the processes that share the state write parts."""
         self._has_skipped = False
         self._problems: list[str] = []
         self._failure: Exception | None = None
@@ -210,6 +212,7 @@ class Keeper:
 
     def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint is due between two times, or because its metrics are the best."""
+        self._complete(waits=False)
         if self._is_best(metrics):
             return True
         every = self.settings.every
@@ -228,10 +231,11 @@ class Keeper:
     ) -> None:
         """Write a checkpoint, or pass it to the thread; errors of the disk become warnings.
 
-        Processes that hold parts of the state write together and wait for each other, so no thread does it. `metrics`
-        are those measured of the state, `memory` notes for the run that continues, and `position` returns the position
-        of the data at a time, `None` if they have none.
+        Of processes that hold parts of the state each writes its own, and the next call or `is_due` completes them.
+        `metrics` are those measured of the state, `memory` notes for the run that continues, and `position` returns
+        the position of the data at a time, `None` if they have none.
         """
+        self._complete()
         self._tell()
         now, is_best = state.timestamp, self._is_best(metrics)
         if self._last == (now, metrics):
@@ -252,7 +256,12 @@ class Keeper:
         except (TypeError, OSError) as error:  # something else than numbers in the metrics, or in `extra`
             self._failed(target, error)
         else:
-            self._write(task) if self._pool is None or joint is not None else self._enqueue(self._pool, task)
+            if self._pool is None:
+                self._write(task)
+            elif joint is not None:
+                self._parts = task, self._pool.submit(task.taken.write_part, target, joint)
+            else:
+                self._enqueue(self._pool, task)
         self._tell()
 
     def keep_last(self, state: State, *others: Any) -> None:
@@ -261,6 +270,7 @@ class Keeper:
         Args: see `keep`.
         """
         self.keep(state, *others)
+        self._complete()
         self.settle()
 
     def report_missing(self, now: Timestamp) -> None:
@@ -323,6 +333,16 @@ class Keeper:
         """True for the process that removes what is no longer needed: one of those that write together."""
         return self._writers is None or self._writers.is_first
 
+    def _complete(self, *, waits: bool = True) -> None:
+        """Complete a checkpoint of which the processes write parts, if all have done so, or after waiting for them."""
+        if self._parts is None:
+            return
+        assert self._writers is not None
+        task, part = self._parts
+        if waits or self._writers.is_good_for_all(part.done()):
+            self._parts = None
+            self._write(task, part)
+
     def _enqueue(self, pool: ThreadPoolExecutor, task: "_Task") -> None:
         """Pass a checkpoint to the writing thread, in place of one that still waits, unless that is the best one."""
         if self._waiting is not None and not self._waiting[2] and self._waiting[0].cancel():
@@ -335,10 +355,13 @@ class Keeper:
             self._has_skipped |= skipped != task.now.batch
         self._waiting = pool.submit(self._write, task), task.now.batch, task.is_best
 
-    def _write(self, task: "_Task") -> None:
+    def _write(self, task: "_Task", part: "Future[Any] | None" = None) -> None:
         """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""
         try:
-            task.taken.write(task.target, self._writers)
+            if part is None or self._writers is None:
+                task.taken.write(task.target, self._writers)
+            else:
+                task.taken.complete(task.target, self._writers, part.result)
         except Exception as error:
             self._failed(task.target, error)
             return
