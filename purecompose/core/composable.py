@@ -6,7 +6,7 @@ from typing import Any
 
 from purecompose._support.checks import shown
 from purecompose._support.messages import warn
-from purecompose._support.references import check_hidden
+from purecompose._support.objects import check_hidden
 from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.layout import Cut, Layout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches
-from purecompose._support.fingerprint import fingerprint, in_words
+from purecompose._support.objects import fingerprint, in_words
 from purecompose.core.clock import Clock
 from purecompose.core.layout import Layout
 from purecompose.core.loss import scalars_of

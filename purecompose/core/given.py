@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from purecompose._support.fingerprint import fingerprint
 from purecompose._support.functorch import has_values, plainly, unwrapped
+from purecompose._support.objects import fingerprint
 from purecompose._support.scopes import NOTHING, storage_of
 from purecompose._support.shards import local
 from purecompose.errors import GlobalDrawError, InPlaceError

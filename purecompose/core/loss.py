@@ -3,7 +3,7 @@
 Parameters and buffers of a module move into the state. Schedules and named scalars are found among the attributes, and
 filled in for a call. Constants must not change: compiled code would keep the value with which it was traced.
 
-All of them are found by following references from the loss; see `purecompose._support.references`.
+All of them are found by following references from the loss; see `purecompose._support.objects`.
 """
 
 import copy
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from purecompose import losses
 from purecompose._support.checks import shown
-from purecompose._support.fingerprint import fingerprint
-from purecompose._support.references import Place, attributes, check_hidden, reached
+from purecompose._support.objects import Place, attributes, check_hidden, fingerprint, reached
 from purecompose.nn.model import Model, Parts, from_module
 from purecompose.schedule import Hparam, Product, Scalar, Schedule
 

@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from purecompose._support.checks import is_callable_with, shown
-from purecompose._support.fingerprint import fingerprint
+from purecompose._support.objects import fingerprint
 from purecompose.batch import tensors
 from purecompose.data.map_style import read_columns, reads_whole_batches
 from purecompose.data.position import PositionedBatches, has_shuffle_buffer, position_holder

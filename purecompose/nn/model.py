@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from purecompose._support.checks import shown
-from purecompose._support.fingerprint import fingerprint
 from purecompose._support.messages import warn
-from purecompose._support.references import check_hidden
+from purecompose._support.objects import check_hidden, fingerprint
 from purecompose.nn import splitting
 from purecompose.nn.skeleton import Skeleton
 from purecompose.nn.splitting import Member, Sharing, places

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from purecompose import tree
 from purecompose._support.checks import shown, suggests_keywords
-from purecompose._support.references import check_hidden
+from purecompose._support.objects import check_hidden
 from purecompose.optim.base import Optimizer, OptState, Rate, Value, can_move, match_or_raise
 from purecompose.schedule import number
 from purecompose.schedule.declared import Within, checked

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._support.fingerprint import fingerprint
+from purecompose._support.objects import fingerprint
 from purecompose._support.shards import Place, local, place_of, placed
 from purecompose.batch.fields import is_graphs, without_records
 

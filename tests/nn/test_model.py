@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import purecompose as pc
-from purecompose._support.fingerprint import fingerprint
+from purecompose._support.objects import fingerprint
 from purecompose.nn.model import Model, Parts, from_module, to_module
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown
-from purecompose._support.fingerprint import in_words
 from purecompose._support.messages import is_remote, warn
+from purecompose._support.objects import in_words
 from purecompose._support.shards import local, place_of, span_of
 from purecompose.core.compose import Step
 from purecompose.core.context import Static

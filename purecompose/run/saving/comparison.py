@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from purecompose import tree
 from purecompose._support import __version__
-from purecompose._support.fingerprint import in_words
 from purecompose._support.messages import warn
+from purecompose._support.objects import in_words
 from purecompose.core.compose import Step
 from purecompose.core.context import Static
 from purecompose.core.state import State

@@ -82,9 +82,6 @@ def from_json(text: bytes) -> Index:
         fields = {field.name: _restored(content.get(field.name)) for field in dataclasses.fields(Index)}
     except ValueError as error:
         raise DamagedError(f"its index has a number that is none: {error}") from error
-    description = fields["description"]
-    if isinstance(description, dict) and isinstance(description.get("base"), str):
-        raise CheckpointError("an earlier purecompose wrote it with parts='trainable': load it with that version")
     for name, form in _FORMS.items():
         if (place := misfit(fields[name], form, name)) is not None:
             raise DamagedError(f"its index has no valid {place}")
@@ -105,8 +102,6 @@ def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
 
 def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
     """Return the timestamp from the values of `time_to_plain`."""
-    if plain.get("iteration_length") is not None:
-        raise CheckpointError("an earlier purecompose wrote it with an iteration_length: continue it with that version")
     try:
         duration = plain["duration"]
         run = RunLength(None if duration is None else Time.of(duration), plain["batches_per_epoch"])

@@ -41,10 +41,7 @@ def file_system(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise ImportError(f"{url}: remote storage needs fsspec: pip install 'purecompose[remote]'") from error
-    try:
-        fs, root = url_to_fs(url)
-    except ImportError as error:
-        raise ImportError(f"{url}: {error}") from error  # names the package, such as s3fs
+    fs, root = url_to_fs(url)  # an ImportError names the package for the scheme, such as s3fs
     return fs, root.rstrip("/")
 
 

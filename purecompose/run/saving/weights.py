@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import tree
-from purecompose._support.fingerprint import in_words
 from purecompose._support.messages import warn
+from purecompose._support.objects import in_words
 from purecompose._support.shards import is_shard
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning, DamagedError, MismatchError
