@@ -137,11 +137,6 @@ def test_slices_after_removed_gradients_apply_only_their_own():
     assert_close(after.params, compose([PLAIN, update, advance])(make_state(), make_batch()).params)
 
 
-def test_an_update_before_any_grad_is_still_an_error():
-    with pytest.raises(RuntimeError, match="the program's update comes before any Grad"):
-        compose([Event.AFTER_TRAIN_BATCH, update, advance])(make_state(), make_batch())
-
-
 def test_if_some_gradients_are_removed_the_others_are_applied():
     def keep(state):
         return state.replace(grads={"0.bias": state.grads["0.bias"]})

@@ -1,7 +1,5 @@
 """The two engines against each other, second gradients inside a step, and gradients through whole steps."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,46 +116,6 @@ def test_changes_of_the_batch_inside_stay_inside(prepare):
     step = compose(loop_events, [zero, changing("look", Event.AFTER_BACKWARD, look)])
     step(prepare(make_state()), make_batch())
     assert_same(seen, [make_batch()])
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """Outputs of a class that is not a registered pytree; one field is not a tensor."""
-
-    logits: Tensor
-    name: str
-
-
-class Predictor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = make_mlp()
-
-    def forward(self, inputs):
-        return Prediction(self.net(inputs), "mlp")
-
-
-def dataclass_loss(outputs: Prediction, targets: Tensor, reduction: str = "mean") -> Tensor:
-    return nn.functional.cross_entropy(outputs.logits, targets, reduction=reduction)
-
-
-@pytest.mark.parametrize("prepare", [lambda state: state, required], ids=["autograd", "functorch"])
-def test_outputs_may_be_a_plain_dataclass(prepare):
-    seen = []
-
-    def look(state):
-        seen.append(state.outputs)
-        return state
-
-    state = prepare(make_state(Predictor(), loss=dataclass_loss))
-    step = compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)])
-    expected = compose(loop_events)(make_state(), make_batch())
-    for one in (step, compose(loop_events, microbatches=2)):
-        end = one(state, make_batch())
-        assert_close({name.removeprefix("net."): param for name, param in end.params.items()}, expected.params)
-    (outputs,) = seen
-    assert type(outputs) is Prediction and outputs.name == "mlp"
-    torch.testing.assert_close(outputs.logits.detach(), make_mlp()(make_batch()[0]).detach())
 
 
 def set_everything(state):

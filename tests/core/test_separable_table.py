@@ -53,15 +53,30 @@ def equal_at_first(seed: int) -> tuple[Tensor, Tensor]:
     return padded(seed, torch.full((N,), 3) if seed < 3 else None)
 
 
-class Tokens(nn.Module):
-    """Logits of tokens, (N, C, T)."""
+class Changed(nn.Module):
+    """A linear layer with a function of its outputs, and of its inputs before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: Callable[[Tensor], Any], before: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, C)
+        self.linear, self.after, self.before = nn.Linear(4, C), after, before
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.linear(inputs).transpose(1, 2)
+    def forward(self, inputs: Tensor) -> Any:
+        return self.after(self.linear(self.before(inputs)))
+
+
+def logits_of_tokens() -> nn.Module:
+    """Return a network with outputs (N, C, T)."""
+    return Changed(lambda outputs: outputs.transpose(1, 2))
+
+
+def time_first() -> nn.Module:
+    """Return a network with outputs (T, N, C) of sequences (N, T, 4)."""
+    return Changed(lambda outputs: outputs, lambda inputs: inputs.transpose(0, 1))
+
+
+def spread() -> nn.Module:
+    """Return a network whose outputs are distributions, objects that keep their size."""
+    return Changed(lambda outputs: torch.distributions.Normal(outputs, 1.0))
 
 
 class With(nn.Module):
@@ -248,28 +263,6 @@ def lengths(seed: int) -> tuple[Tensor, Tensor]:
     return rand(seed, N, T, 4), torch.arange(N) % T + 1
 
 
-class Transposed(nn.Module):
-    """Outputs (T, N, C) of sequences (N, T, 4)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, C)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.linear(inputs.transpose(0, 1))
-
-
-class Spread(nn.Module):
-    """A distribution of each output, an object that keeps its size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, C)
-
-    def forward(self, inputs: Tensor) -> torch.distributions.Normal:
-        return torch.distributions.Normal(self.linear(inputs), 1.0)
-
-
 class Samples(nn.Module):
     """Seven outputs of each example, (7, N, C), as many as examples are taken."""
 
@@ -330,9 +323,9 @@ COUPLED: dict[str, Case] = {
     "maximum": Case(lambda o, t: (o - t).abs().max()),
     "sum": Case(lambda o, t: F.mse_loss(o, t, reduction="sum")),
     "detached number": Case(lambda o, t: F.mse_loss(o, t) + (o.mean().square() * 0.5).detach()),
-    "masked mean": Case(masked, Tokens, padded),
-    "masked mean, later": Case(masked, Tokens, equal_at_first),
-    "wrong number of terms": Case(Miscounted(), Tokens, padded),
+    "masked mean": Case(masked, logits_of_tokens, padded),
+    "masked mean, later": Case(masked, logits_of_tokens, equal_at_first),
+    "wrong number of terms": Case(Miscounted(), logits_of_tokens, padded),
     **{f"two means {w}": Case(two_means(w), batch=labels) for w in (1.0, 1e-4)},
     "sum for its parameter": Case(Learned("sum")),
     "scalar of the batch": Case(
@@ -342,7 +335,7 @@ COUPLED: dict[str, Case] = {
         lambda o, t: F.mse_loss(o[0], t) + 1e-3 * len(t) * o[1].square().sum(),
         lambda: With(lambda linear, o: linear.weight),
     ),
-    "own stage, masked, later": Case(stage=stage_of(masked), net=Tokens, batch=equal_at_first),
+    "own stage, masked, later": Case(stage=stage_of(masked), net=logits_of_tokens, batch=equal_at_first),
     "own stage, denominators of the slice": Case(
         stage=own_denominators(lambda targets: (targets > 0).sum(), is_used=False), batch=labels
     ),
@@ -364,9 +357,9 @@ COUPLED: dict[str, Case] = {
         losses.over_batch(info_nce), stage=batch_before_forward(lambda x: x / x.std(0))
     ),
     "time first": Case(
-        lambda o, t: F.mse_loss(o.transpose(0, 1), t) + 0.1 * o.std(1).mean(), net=Transposed, batch=weeks
+        lambda o, t: F.mse_loss(o.transpose(0, 1), t) + 0.1 * o.std(1).mean(), net=time_first, batch=weeks
     ),
-    "distributions": Case(lambda o, t: -o.log_prob(t).mean() + 0.1 * o.mean.std(0).mean(), net=Spread),
+    "distributions": Case(lambda o, t: -o.log_prob(t).mean() + 0.1 * o.mean.std(0).mean(), net=spread),
     "own stage, network called as a function": Case(stage=by_functional_call(plus(1e-4, balance))),
     "own stage, network called in both ways": Case(stage=in_both_ways(lambda o: 1e-4 * o.std(0).mean())),
     "samples": Case(of_samples(1e-2), Samples),
@@ -435,15 +428,15 @@ SEPARABLE: dict[str, Case] = {
     "cross entropy": Case(losses.cross_entropy, batch=labels),
     "class weights": Case(losses.CrossEntropy(weight=list(range(1, C + 1))), batch=labels),
     "closure weights": Case(Weighted(), batch=labels),
-    "tokens": Case(losses.cross_entropy, Tokens, padded),
-    "tokens, counted": Case(Counted(), Tokens, padded),
-    "tokens, later": Case(Counted(), Tokens, equal_at_first),
+    "tokens": Case(losses.cross_entropy, logits_of_tokens, padded),
+    "tokens, counted": Case(Counted(), logits_of_tokens, padded),
+    "tokens, later": Case(Counted(), logits_of_tokens, equal_at_first),
     "tokens, mean of each example": Case(
         lambda o, t: (F.cross_entropy(o, t, reduction="none").sum(1) / (t >= 0).sum(1).clamp(min=1)).mean(),
-        Tokens,
+        logits_of_tokens,
         padded,
     ),
-    "tokens in float32": Case(in_single(Counted()), Tokens, lambda seed: padded(seed, torch.full((N,), T))),
+    "tokens in float32": Case(in_single(Counted()), logits_of_tokens, lambda seed: padded(seed, torch.full((N,), T))),
     "stable by the batch's maximum": Case(
         lambda o, t: ((o - o.max()).exp().sum(1).log() + o.max() - o.gather(1, t[:, None])[:, 0]).mean(), batch=labels
     ),
@@ -476,7 +469,7 @@ SEPARABLE: dict[str, Case] = {
     "mean of the batch": Case(
         lambda o, t: F.mse_loss(o[0], t) + 0.01 * o[1], lambda: With(lambda linear, o: o.square().mean())
     ),
-    "own stage, counted": Case(stage=own_counted(), net=Tokens, batch=padded),
+    "own stage, counted": Case(stage=own_counted(), net=logits_of_tokens, batch=padded),
     "own stage, two means": Case(stage=own_denominators(lambda targets: (targets > 0).sum()), batch=labels),
     "own stage, noise": Case(stage=noisy),
     "own stage, two passes": Case(stage=two_passes()),
@@ -497,9 +490,9 @@ SEPARABLE: dict[str, Case] = {
     "own stage, cut to the longest": Case(stage=up_to_the_longest(lambda inputs: inputs), batch=lengths),
     "inputs changed before forward": Case(stage=batch_before_forward(lambda x: x - x.mean(1, keepdim=True))),
     "time first": Case(
-        lambda o, t: F.mse_loss(o.transpose(0, 1), t) + 0.1 * o.diff(dim=0).square().mean(), Transposed, weeks
+        lambda o, t: F.mse_loss(o.transpose(0, 1), t) + 0.1 * o.diff(dim=0).square().mean(), time_first, weeks
     ),
-    "distributions": Case(lambda o, t: -o.log_prob(t).mean(), Spread),
+    "distributions": Case(lambda o, t: -o.log_prob(t).mean(), spread),
     "own stage, declared": Case(stage=losses.over_batch(stage_of(info_nce))),
     "declared": Case(losses.over_batch(info_nce)),
     "nothing counts": Case(losses.CrossEntropy(), batch=lambda seed: (rand(seed, N, 4), torch.full((N,), -100))),
@@ -550,7 +543,7 @@ def check_alone(case: Case) -> bool:
 def can_be_alone(case: Case) -> bool:
     """Return whether a loss depends on outputs with a row for each example, and on nothing else."""
     if (
-        case.stage is not None or case.net is Spread or case is COUPLED["sum for its parameter"]
+        case.stage is not None or case.net is spread or case is COUPLED["sum for its parameter"]
     ):  # without gradient at first
         return False
     with torch.no_grad():

@@ -4,8 +4,7 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -49,17 +48,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         logits = self.layer(x)
         return logits if labels is None else self.make(logits, F.cross_entropy(logits, labels))
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-@dataclass
-class Data:
-    x: Tensor
-    y: Tensor
 
 
 @dataclass
@@ -140,44 +128,6 @@ def test_a_network_in_eval_mode_trains_in_training_mode():
     assert tree.equal(step(training, batch()), step(evaluating, batch()))
     state = start(net, eval_mode=["norm"])
     assert tree.equal(step(state, batch()).buffers, state.buffers)
-
-
-@pytest.mark.parametrize(
-    "make, keys",
-    [
-        (lambda x, y: [x, y], {}),
-        (lambda x, y: (y, x), {"input_field": 1, "target_field": 0}),
-        (lambda x, y: {"x": x, "y": y}, {"input_field": "x", "target_field": "y"}),
-        (lambda x, y: {"args": [x], "y": y}, {"input_field": "args", "target_field": "y"}),
-        (lambda x, y: ({"x": x}, y), {}),
-        (Pair, {"input_field": "x", "target_field": "y"}),
-        (Data, {"input_field": "x", "target_field": "y"}),
-        (lambda x, y: SimpleNamespace(x=x, y=y), {"input_field": "x", "target_field": "y"}),
-        (
-            lambda x, y: {"in": {"deep": (x,)}, "out": [y]},
-            {"input_field": lambda b: b["in"]["deep"][0], "target_field": lambda b: b["out"][0]},
-        ),
-    ],
-    ids=["list", "swapped", "dict", "arguments", "keywords", "namedtuple", "dataclass", "object", "nested"],
-)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_every_kind_of_batch_trains_alike(make, keys, microbatches):
-    run = step.replace(microbatches=microbatches)
-    expected = run(start(seeded(Linear)), batch())
-    assert tree.equal(run(start(seeded(Linear), **keys), make(*batch())), expected)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda logits, loss: {"loss": loss, "logits": logits}, Output], ids=["dict", "dataclass"]
-)
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_models_that_compute_their_own_loss(make, microbatches):
-    run, (x, y) = step.replace(microbatches=microbatches), batch()
-    state = start(seeded(lambda: Linear(make)), loss=losses.model_loss)
-    assert state.context.input_field == "*"
-    found, expected = run(state, {"x": x, "labels": y}), run(start(seeded(Linear)), (x, y))
-    torch.testing.assert_close(found.params, expected.params)
-    torch.testing.assert_close(found.loss, expected.loss)
 
 
 def test_bf16_runs_and_keeps_parameters_and_loss_in_float32():
@@ -494,8 +444,8 @@ def test_an_attribute_that_a_state_lacks_is_an_error_that_says_what_it_has(name,
         ({"net": "resnet"}, TypeError, "expected an nn.Module, got 'resnet'"),
         ({"loss": nn.CrossEntropyLoss}, TypeError, "CrossEntropyLoss.*class"),
         ({"loss": "cross_entropy"}, TypeError, "expected a loss.*'cross_entropy'"),
-        ({"optimizer": optim.sgd}, TypeError, "expected a pure optimizer with init and update.*call it"),
-        ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1)}, TypeError, "torch.optim's objects.*from_torch"),
+        ({"optimizer": optim.sgd}, TypeError, "expected a pure optimizer with init and update.*got sgd"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1)}, TypeError, "expected a pure optimizer .*from_torch"),
         ({"key": -1}, ValueError, "seed in"),
         ({"key": 1.5}, TypeError, "1.5"),
         ({"key": torch.ones(2)}, TypeError, r"State.create: expected a key, an int64 tensor of shape \(2,\)"),
