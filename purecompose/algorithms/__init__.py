@@ -1,5 +1,8 @@
 """The training methods. Each file has a factory that returns an `Algorithm`, and its functional core.
 
+A setting of the wrong type or out of range, and a field for writing that can only be read, raise a `TypeError` or
+`ValueError` that names it; docstrings list the other errors.
+
 All cores are also exported from `purecompose.functional`.
 """
 

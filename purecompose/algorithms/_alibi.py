@@ -65,10 +65,9 @@ def alibi(
         name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: relative positions; attention that
-            accepts no biases, has hooks, or is a subclass with a different computation; or position embeddings in a
-            network without any supported attention. In the step: inputs that are not sequences, or members of the batch
-            without a position for each token.
+        TypeError, ValueError: At INIT: relative positions; attention that accepts no biases, has hooks, or is a
+            subclass with a different computation; or position embeddings in a network without any supported attention.
+            In the step: inputs that are not sequences, or members of the batch without a position for each token.
 
     Warns:
         UserWarning: At INIT: the network has no supported attention.

@@ -97,8 +97,7 @@ def batch_size_warmup(
         name: Name of the algorithm and of its metric.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. In the step: a run without a duration or
-            with a duration in seconds.
+        TypeError, ValueError: In the step: a run without a duration or with a duration in seconds.
 
     Example:
         >>> batch_size_warmup(0.2, multiple=32)

@@ -98,8 +98,8 @@ def colout(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. In the step: inputs
-            that are not images, or with `resize_target=True` a target of another size.
+        TypeError, ValueError: In the step: inputs that are not images, or with `resize_target=True` a target of another
+            size.
 
     Example:
         >>> colout(0.15, 0.15)

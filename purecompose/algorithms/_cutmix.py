@@ -178,10 +178,9 @@ def cutmix(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
-            model computes the loss itself, or `interpolate_loss` is set and the
-            loss has no reduction. In the step: the inputs are not images, or `interpolate_loss` is set and the targets
-            are maps.
+        TypeError, ValueError: At INIT: the model computes the loss itself, or `interpolate_loss` is set and the loss
+            has no reduction. In the step: the inputs are not images, or `interpolate_loss` is set and the targets are
+            maps.
 
     Example:
         >>> cutmix(1.0)

@@ -104,8 +104,7 @@ def cutout(
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
 
     Raises:
-        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. In the step:
-            the inputs are not images.
+        TypeError, ValueError: In the step: the inputs are not images.
 
     Example:
         >>> cutout(length=0.25)

@@ -48,7 +48,7 @@ def decoupled_weight_decay(
         name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a pattern that matches nothing.
+        TypeError, ValueError: At INIT: a pattern that matches nothing.
 
     Warns:
         UserWarning: At INIT: the optimizer itself has a weight decay.

@@ -103,7 +103,7 @@ def ema(
         NeurIPS 2017. https://arxiv.org/abs/1703.01780
     """
     start, every = Time.of(start, TimeUnit.DURATION), Time.of(every, TimeUnit.BATCH)
-    kept = _kept(half_life, smoothing, every)
+    factor = _factor(half_life, smoothing, every)
 
     def init(state: State) -> State:
         if buffers != STATISTICS:
@@ -121,16 +121,17 @@ def ema(
         if event is not Event.BATCH_END:
             return with_weights(state, name)
         old = state.slots[name]
-        share = torch.where(old.num > 0, as_scalar(state.scalar(kept), torch.float64, state.device), 0.0)
-        params = compute_ema(old.params, state.params, share)
-        statistics = compute_ema(old.buffers, state.buffers, share)
+        # The first update takes the weights themselves.
+        s = torch.where(old.num > 0, as_scalar(state.scalar(factor), torch.float64, state.device), 0.0)
+        params = compute_ema(old.params, state.params, s)
+        statistics = compute_ema(old.buffers, state.buffers, s)
         new = Averages(params, _with_infinities(statistics, state.buffers), old.num + 1)
         return state.replace(slots={**state.slots, name: new})
 
     updates = on(Event.BATCH_END) & predicates.every(every)
     # A start at the beginning is left out: as a share of the run it would require the run's length.
     updates = updates & after(start) if start else updates
-    config = {"half_life" if smoothing is None else "smoothing": kept, "start": str(start), "every": str(every)}
+    config = {"half_life" if smoothing is None else "smoothing": factor, "start": str(start), "every": str(every)}
     config |= {} if buffers == STATISTICS else {"buffers": buffers}
     config |= {} if where is None else {"where": where}
     return Algorithm(
@@ -143,8 +144,8 @@ def ema(
     )
 
 
-def _kept(half_life: TimeLike | None, smoothing: float | None, every: Time) -> Schedule | float:
-    """Return the share of the averages that an update keeps."""
+def _factor(half_life: TimeLike | None, smoothing: float | None, every: Time) -> Schedule | float:
+    """Return s, the share of the averages that an update keeps."""
     if half_life is not None and smoothing is not None:
         raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")
     if smoothing is not None:

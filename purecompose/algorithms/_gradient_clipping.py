@@ -146,8 +146,7 @@ def gradient_clipping(
         name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. In the step: a pattern that matches no
-            parameter.
+        TypeError, ValueError: In the step: a pattern that matches no parameter.
 
     Example:
         >>> gradient_clipping("norm", 1.0)

@@ -149,7 +149,8 @@ def gradient_noise_scale(
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            zero = torch.zeros((), dtype=_dtype(state), device=state.device)
+            is_wide = any(param.dtype == torch.float64 for param in state.params.values())
+            zero = torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=state.device)
             return _remembering(state, name, NoiseScale(zero, zero, zero))
         slot = state.slots[name]
         if event is Event.BEFORE_TRAIN_BATCH:
@@ -174,10 +175,6 @@ def gradient_noise_scale(
         traits=frozenset({Trait.MEASURES_MICROBATCHES}),
         runs_before=(Trait.RENEWS_GRADIENTS, Trait.COLLECTS_GRADIENTS, Trait.CLIPS_GRADIENTS),
     )
-
-
-def _dtype(state: State) -> torch.dtype:
-    return torch.float64 if any(p.dtype == torch.float64 for p in state.params.values()) else torch.float32
 
 
 def _remembering(state: State, name: str, slot: NoiseScale | _Parts) -> State:

@@ -26,6 +26,72 @@ Sigma: TypeAlias = Annotated[int, Within(1, hint="it is the number of masks in t
 Tau: TypeAlias = Annotated[int, Within(1, hint="it is the number of masks that share a batch")]
 
 
+@checked
+def gyro_dropout_period(
+    total_batches: Annotated[float, Within(0, above=True)], sigma: Sigma = 256, tau: Tau = 16
+) -> int:
+    """Return the number of batches for which a choice of masks is used.
+
+    This is int(total / sigma) * tau; in runs of fewer than sigma batches int(total * tau / sigma), and at least 1.
+
+    Args:
+        total_batches: The run's length in batches, above 0.
+        sigma, tau: See `gyro_dropout`.
+
+    Example:
+        >>> gyro_dropout_period(196 * 100), gyro_dropout_period(100), gyro_dropout_period(10)
+        (1216, 6, 1)
+    """
+    _check_bank("gyro_dropout_period", sigma, tau)
+    return max(1, int(total_batches / sigma) * tau or int(total_batches * tau / sigma))
+
+
+@checked
+def gyro_dropout_mask(
+    key: Tensor | random.Rng,
+    shape: tuple[int, ...],
+    *,
+    p: Probability = 0.5,
+    sigma: Sigma = 256,
+    tau: Tau = 16,
+    period: int | Tensor = 0,
+    groups: Tensor | None = None,
+) -> Tensor:
+    """Return the masks of a batch's rows, in which True elements are kept.
+
+    Args:
+        key: The key of the layer; use different keys for different layers.
+        shape: The shape (N, ...) of the layer's inputs.
+        p, sigma, tau: See `gyro_dropout`.
+        period: The number of the choice, from 0: an int, or a 0-d int64 tensor.
+        groups: (N,), int64, below tau: the index of each row's mask among the chosen ones, instead of tau groups of
+            consecutive rows. Values are not checked.
+
+    Returns:
+        The masks, bool, of the given shape. In training a layer returns `inputs * mask / (1 - p)`.
+
+    Raises:
+        TypeError, ValueError: No key, or a setting of the wrong type or out of range.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> mask = gyro_dropout_mask(key(0), (6, 100), tau=2)
+        >>> bool((mask[:3] == mask[0]).all()), bool((mask[3:] == mask[3]).all()), bool((mask[0] == mask[3]).all())
+        (True, True, False)
+    """
+    where = "gyro_dropout_mask"
+    _check_bank(where, sigma, tau)
+    rng = as_rng(key, where)
+    if groups is None:
+        groups = torch.arange(shape[0], device=rng.key.device) * tau // max(shape[0], 1)  # consecutive rows
+    root = rng.per_example(None)
+    choosing = replace(root, key=random.fold_in(root.key, period)).named("choice")
+    chosen = random.choice(choosing, sigma, tau)
+    # The mask's number in the bank replaces the example's number, so that only the chosen masks are drawn.
+    masks = random.bernoulli(root.named("bank").per_example(chosen), 1 - p, (tau, *shape[1:]))
+    return masks.index_select(0, groups.to(masks.device))
+
+
 class _Place(NamedTuple):
     """Content of the buffer, int64 (6,): the position of a forward pass in the run and in the batch."""
 
@@ -121,8 +187,7 @@ def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, nam
         name: Name of the algorithm, of its slot and of its draws.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a run whose length in batches
-            is not known.
+        TypeError, ValueError: At INIT: a run whose length in batches is not known.
 
     Warns:
         UserWarning: At INIT: there is no `nn.Dropout` in the network.
@@ -207,72 +272,6 @@ def _period_length(name: str, state: State, sigma: int, tau: int) -> int:
             "batches ('500ba'), or one in epochs and batches_per_epoch=len(batches)"
         )
     return gyro_dropout_period(run.total_batches, sigma, tau)
-
-
-@checked
-def gyro_dropout_period(
-    total_batches: Annotated[float, Within(0, above=True)], sigma: Sigma = 256, tau: Tau = 16
-) -> int:
-    """Return the number of batches for which a choice of masks is used.
-
-    This is int(total / sigma) * tau; in runs of fewer than sigma batches int(total * tau / sigma), and at least 1.
-
-    Args:
-        total_batches: The run's length in batches, above 0.
-        sigma, tau: See `gyro_dropout`.
-
-    Example:
-        >>> gyro_dropout_period(196 * 100), gyro_dropout_period(100), gyro_dropout_period(10)
-        (1216, 6, 1)
-    """
-    _check_bank("gyro_dropout_period", sigma, tau)
-    return max(1, int(total_batches / sigma) * tau or int(total_batches * tau / sigma))
-
-
-@checked
-def gyro_dropout_mask(
-    key: Tensor | random.Rng,
-    shape: tuple[int, ...],
-    *,
-    p: Probability = 0.5,
-    sigma: Sigma = 256,
-    tau: Tau = 16,
-    period: int | Tensor = 0,
-    groups: Tensor | None = None,
-) -> Tensor:
-    """Return the masks of a batch's rows, in which True elements are kept.
-
-    Args:
-        key: The key of the layer; use different keys for different layers.
-        shape: The shape (N, ...) of the layer's inputs.
-        p, sigma, tau: See `gyro_dropout`.
-        period: The number of the choice, from 0: an int, or a 0-d int64 tensor.
-        groups: (N,), int64, below tau: the index of each row's mask among the chosen ones, instead of tau groups of
-            consecutive rows. Values are not checked.
-
-    Returns:
-        The masks, bool, of the given shape. In training a layer returns `inputs * mask / (1 - p)`.
-
-    Raises:
-        TypeError, ValueError: No key, or a setting of the wrong type or out of range.
-
-    Example:
-        >>> from purecompose.random import key
-        >>> mask = gyro_dropout_mask(key(0), (6, 100), tau=2)
-        >>> bool((mask[:3] == mask[0]).all()), bool((mask[3:] == mask[3]).all()), bool((mask[0] == mask[3]).all())
-        (True, True, False)
-    """
-    where = "gyro_dropout_mask"
-    _check_bank(where, sigma, tau)
-    rng = as_rng(key, where)
-    if groups is None:
-        groups = torch.arange(shape[0], device=rng.key.device) * tau // max(shape[0], 1)  # consecutive rows
-    root = rng.per_example(None)
-    choosing = replace(root, key=random.fold_in(root.key, period)).named("choice")
-    chosen = random.choice(choosing, sigma, tau)
-    # The mask's number in the bank replaces the example's number, so that only the chosen masks are drawn.
-    masks = random.bernoulli(root.named("bank").per_example(chosen), 1 - p, (tau, *shape[1:]))
-    return masks.index_select(0, groups.to(masks.device))
 
 
 def _check_bank(where: str, sigma: int, tau: int) -> None:

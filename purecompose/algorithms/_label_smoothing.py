@@ -91,8 +91,8 @@ def label_smoothing(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
-            model computes the loss itself, or the loss is one of regression. In the step: see `smooth_labels`.
+        TypeError, ValueError: At INIT: the model computes the loss itself, or the loss is one of regression. In the
+            step: see `smooth_labels`.
 
     Example:
         >>> label_smoothing(0.1)

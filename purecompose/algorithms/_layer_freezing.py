@@ -154,8 +154,8 @@ def layer_freezing(
         name: Name of the algorithm and prefix of its metrics.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. In the step: a run without a duration or
-            with a duration in seconds, or a pattern that matches no trainable parameter.
+        TypeError, ValueError: In the step: a run without a duration or with a duration in seconds, or a pattern that
+            matches no trainable parameter.
 
     Example:
         >>> layer_freezing(0.6, num_stages=4)

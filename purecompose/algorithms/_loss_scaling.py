@@ -113,8 +113,7 @@ def loss_scaling(
     With a scale of 1 and both factors 1 the algorithm never matches, and does not skip steps either.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. RuntimeError, in the step: the optimizer
-            has been replaced since INIT.
+        RuntimeError: In the step: the optimizer has been replaced since INIT.
 
     Example:
         >>> loss_scaling(2.0**10)
@@ -129,20 +128,38 @@ def loss_scaling(
         next_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
     )
 
+    def with_slot(state: State, slot: LossScale | _Scaled) -> State:
+        return state.replace(slots={**state.slots, name: slot})
+
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            return _initialised(state, name, init_scale)
+            own = LossScale(
+                torch.full((), init_scale, dtype=torch.float32, device=state.device),
+                torch.zeros((), dtype=torch.int32, device=state.device),
+                torch.ones((), dtype=torch.bool, device=state.device),
+                torch.zeros((), dtype=torch.bool, device=state.device),
+            )
+            return with_slot(state.replace(optimizer=guarded(state.optimizer)), own)
         if event is Event.BEFORE_BACKWARD:
-            return _scaled(state, name)
-        if event is Event.AFTER_BACKWARD:
-            return _unscaled(state, name)
+            check_guarded(state.optimizer, name)
+            own, loss = state.slots[name], state.loss
+            assert loss is not None
+            return with_slot(state.replace(loss=loss * own.scale), _Scaled(own, loss))
         own, grads = state.slots[name], state.grads or {}
+        if event is Event.AFTER_BACKWARD:
+            if not isinstance(own, _Scaled) or not grads:  # a program that does not fire BEFORE_BACKWARD
+                return state
+            before, is_finite = own.own, all_finite(grads.values())
+            scale = torch.where(is_finite, before.scale, torch.nan)
+            state = state.replace(loss=own.loss, grads={key: grad / scale for key, grad in grads.items()})
+            is_used = torch.ones_like(before.is_used)
+            return with_slot(state, before._replace(is_finite=before.is_finite & is_finite, is_used=is_used))
         is_finite = own.is_finite & all_finite(grads.values()) if grads else own.is_finite
         scale, good_steps = following(own.scale, own.good_steps, is_finite)
         new = LossScale(scale, good_steps, torch.ones_like(own.is_finite), torch.zeros_like(own.is_used))
         used = torch.where(own.is_used, own.scale, 1.0)
         metrics = {**state.metrics, f"{name}/scale": used, f"{name}/skipped": (~is_finite).to(torch.float32)}
-        return state.replace(slots={**state.slots, name: new}, metrics=metrics)
+        return with_slot(state.replace(metrics=metrics), new)
 
     is_neutral = init_scale == growth_factor == backoff_factor == 1
     return Algorithm(
@@ -153,31 +170,3 @@ def loss_scaling(
         runs_before=(Trait.CLIPS_GRADIENTS,),
         runs_after=(Trait.EDITS_LOSS,),
     )
-
-
-def _initialised(state: State, name: str, init_scale: float) -> State:
-    own = LossScale(
-        torch.full((), init_scale, dtype=torch.float32, device=state.device),
-        torch.zeros((), dtype=torch.int32, device=state.device),
-        torch.ones((), dtype=torch.bool, device=state.device),
-        torch.zeros((), dtype=torch.bool, device=state.device),
-    )
-    return state.replace(slots={**state.slots, name: own}, optimizer=guarded(state.optimizer))
-
-
-def _scaled(state: State, name: str) -> State:
-    check_guarded(state.optimizer, name)
-    own, loss = state.slots[name], state.loss
-    assert loss is not None
-    return state.replace(loss=loss * own.scale, slots={**state.slots, name: _Scaled(own, loss)})
-
-
-def _unscaled(state: State, name: str) -> State:
-    slot = state.slots[name]
-    if not isinstance(slot, _Scaled) or not state.grads:  # a program that does not fire BEFORE_BACKWARD
-        return state
-    is_finite = all_finite(state.grads.values())
-    scale = torch.where(is_finite, slot.own.scale, torch.nan)
-    own = slot.own._replace(is_finite=slot.own.is_finite & is_finite, is_used=torch.ones_like(slot.own.is_used))
-    grads = {key: grad / scale for key, grad in state.grads.items()}
-    return state.replace(loss=slot.loss, grads=grads, slots={**state.slots, name: own})

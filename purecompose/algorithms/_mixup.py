@@ -117,10 +117,9 @@ def mixup(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting has the wrong type or is out of range, or a field is read-only. At INIT: the
-            model computes the loss itself, or `interpolate_loss` is set and the
-            loss has no reduction. In the step: the inputs are not one tensor, or have dtype int32 or int64 like
-            token ids, because a mixture of two ids is not an id.
+        TypeError, ValueError: At INIT: the model computes the loss itself, or `interpolate_loss` is set and the loss
+            has no reduction. In the step: the inputs are not one tensor, or have dtype int32 or int64 like token ids,
+            because a mixture of two ids is not an id.
 
     Example:
         >>> mixup(0.2)

@@ -52,7 +52,7 @@ def ghost_batchnorm(
         name: Name of the algorithm.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a layer with `momentum=None`.
+        TypeError, ValueError: At INIT: a layer with `momentum=None`.
 
     Warns:
         UserWarning: At INIT: the network has no batch normalisation of one to three dimensions.

@@ -172,8 +172,8 @@ def progressive_resizing(
         target_field: Field of the batch with the targets; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. In the step: inputs
-            that are not images, masks that are not tensors, or a run without a duration or with a duration in seconds.
+        TypeError, ValueError: In the step: inputs that are not images, masks that are not tensors, or a run without a
+            duration or with a duration in seconds.
 
     Example:
         >>> progressive_resizing("crop", size_increment=8).predicate

@@ -94,8 +94,7 @@ def randaugment(
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range, or a read-only field. In the step:
-            inputs that are not images.
+        TypeError, ValueError: In the step: inputs that are not images.
 
     Example:
         >>> randaugment(9, 2)

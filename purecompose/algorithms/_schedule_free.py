@@ -115,13 +115,18 @@ def schedule_free(beta: Annotated[float, Within(0, 1, below=True)] = 0.9, *, nam
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
             _warn_of_momentum(name, state.optimizer)
-            return state.replace(slots={**state.slots, name: _fresh(state)})
+            # Separate copies for x and z: a compiled step overwrites the tensors of its arguments.
+            x, z = ({key: wide(state.params[key]).clone() for key in state.context.trainable} for _ in range(2))
+            zeros = (torch.zeros((), dtype=torch.float64, device=state.device) for _ in range(3))
+            own = ScheduleFree(Averages.empty(state)._replace(params=x), z, *zeros)
+            return state.replace(slots={**state.slots, name: own})
         if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
         own = state.slots[name]
         if event is Event.AFTER_TRAIN_BATCH:
             # Read the rate here, since at BATCH_END schedules already have the value of the next step.
-            rate = as_scalar(_rate(state), torch.float64, state.device)
+            given = settings_of(leaves(state.optimizer)[0]).get("lr")
+            rate = as_scalar(1.0 if given is None else state.scalar(given), torch.float64, state.device)
             return state.replace(slots={**state.slots, name: own._replace(rate=rate)})
         if not state.grads:
             return state
@@ -154,19 +159,6 @@ def _moved(own: ScheduleFree, state: State, beta: float) -> tuple[dict[str, Tens
     averages = Averages({**own.averages.params, **average}, buffers, own.averages.num + 1)
     new = ScheduleFree(averages, {**own.base, **base}, own.rate, greatest, total)
     return {**state.params, **params}, new
-
-
-def _fresh(state: State) -> ScheduleFree:
-    # Separate copies for x and z: a compiled step overwrites the tensors of its arguments.
-    x, z = ({key: wide(state.params[key]).clone() for key in state.context.trainable} for _ in range(2))
-    rate, greatest, total = (torch.zeros((), dtype=torch.float64, device=state.device) for _ in range(3))
-    return ScheduleFree(Averages.empty(state)._replace(params=x), z, rate, greatest, total)
-
-
-def _rate(state: State) -> Any:
-    """Return the current learning rate, 1 if the optimizer has none."""
-    rate = settings_of(leaves(state.optimizer)[0]).get("lr")
-    return 1.0 if rate is None else state.scalar(rate)
 
 
 def _warn_of_momentum(name: str, optimizer: Any) -> None:

@@ -166,10 +166,9 @@ def selective_backprop(
             `ModelLoss(labels=...)` names the labels.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: a loss that has no `reduction`, or
-            a `ModelLoss` without `labels`. A loss that ignores it raises when the selection starts. In the first step:
-            with `scale_factor` below 1, inputs that are not images, or outputs whose logits are missing or do not fit
-            the labels of a `ModelLoss`.
+        TypeError, ValueError: At INIT: a loss that has no `reduction`, or a `ModelLoss` without `labels`. A loss that
+            ignores it raises when the selection starts. In the first step: with `scale_factor` below 1, inputs that are
+            not images, or outputs whose logits are missing or do not fit the labels of a `ModelLoss`.
         KeyError: In the first step: the batch has no such input or target.
 
     Example:

@@ -180,7 +180,8 @@ def seq_length_warmup(
         del event
         sequences = sequences_of(state, name)
         # Call reached() in any case: it raises if the run's length is unknown.
-        length = max_seq_length if state.timestamp.reached(ends) else length_at(_elapsed(state))
+        is_over, elapsed = state.timestamp.reached(ends), state.timestamp.elapsed()
+        length = max_seq_length if is_over or elapsed is None else length_at(elapsed)
         batch = shortened(state.batch, sequences, length, truncate, preserve_end_of_sequence)
         num, current = sequences.shape[:2]
         if batch is not state.batch and not truncate:
@@ -209,12 +210,6 @@ def _check_ways(where: str, truncate: bool, preserve_end_of_sequence: bool) -> N
             f"{where}: preserve_end_of_sequence=True is for truncated sequences, but truncate=False keeps all "
             "tokens, so no end is lost: leave one of the two out"
         )
-
-
-def _elapsed(state: State) -> float:
-    elapsed = state.timestamp.elapsed()
-    assert elapsed is not None, "a run without a duration has been rejected"
-    return elapsed
 
 
 def sequences_of(state: State, where: str) -> Tensor:

@@ -71,7 +71,8 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            return _initialised(state, name)
+            count = SkipCount(torch.zeros((), dtype=torch.int32, device=state.device))
+            return state.replace(slots={**state.slots, name: count}, optimizer=guarded(state.optimizer))
         slot = state.slots[name]
         if event is Event.BATCH_START:
             good = torch.ones((), dtype=torch.bool, device=state.device)
@@ -102,11 +103,6 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
         runs_before=(Trait.COLLECTS_GRADIENTS, Trait.CLIPS_GRADIENTS, Trait.AVERAGES_WEIGHTS),
         runs_after=(Trait.RENEWS_GRADIENTS,),
     )
-
-
-def _initialised(state: State, name: str) -> State:
-    count = SkipCount(torch.zeros((), dtype=torch.int32, device=state.device))
-    return state.replace(slots={**state.slots, name: count}, optimizer=guarded(state.optimizer))
 
 
 def _restored(state: State, slot: Any, is_good: Tensor) -> State:

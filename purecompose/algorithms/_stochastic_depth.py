@@ -69,8 +69,7 @@ def stochastic_depth(
         name: Name of the algorithm and of its metric.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: the network already has blocks with
-            the other `stochastic_method`.
+        TypeError, ValueError: At INIT: the network already has blocks with the other `stochastic_method`.
 
     Warns:
         UserWarning: At INIT: the network has no supported residual block.

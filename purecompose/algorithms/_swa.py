@@ -105,9 +105,8 @@ def swa(
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT, with `swa_lr`: an optimizer
-            without a learning rate, or with an `hparam` in it. In the step: an interval or a time that cannot be
-            determined in this run.
+        TypeError, ValueError: At INIT, with `swa_lr`: an optimizer without a learning rate, or with an `hparam` in it.
+            In the step: an interval or a time that cannot be determined in this run.
 
     Warns:
         UserWarning: At INIT: the run or the averaging ends before the first update.
