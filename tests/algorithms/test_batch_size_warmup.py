@@ -112,6 +112,3 @@ def test_it_comes_before_selective_backprop_and_mixing(place):
     assert plan.order(Event.AFTER_DATALOADER) == ("batch_size_warmup", "sb", "mixup")
     seen, _ = run(methods, 1)
     assert sizes_of(seen) == [4]  # half of eight
-
-
-# Refused settings

@@ -230,6 +230,3 @@ def test_the_state_after_surgery_computes_what_the_layers_do(seed, dtype, is_fir
     images = drawn(seed, (2, 2, 8, 8), dtype)
     expected = blurmax_pool2d(BlurConv2d(conv, is_first)(images), 2)
     assert torch.equal(after.forward(images), expected) and after.params["0.conv.weight"].dtype == dtype
-
-
-# The method

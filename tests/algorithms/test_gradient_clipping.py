@@ -227,6 +227,3 @@ def test_a_pattern_that_fits_nothing_is_an_error_that_shows_names():
     method = gradient_clipping("norm", 1.0, exclude=("head.*",))
     with pytest.raises(ValueError, match=r"exclude: 'head\.\*' matches no parameter; the names are 0\.weight, 0\.bias"):
         after_step(helpers.make_state(), method)
-
-
-# Settings

@@ -393,6 +393,3 @@ def test_it_comes_after_new_gradients_and_before_other_clipping(is_reversed):
     order = step.plan(step.init(helpers.make_state(mlp()))).order(Event.AFTER_TRAIN_BATCH)
     expected = ("gradient_noise_scale", "sam", NAME, "skip_nonfinite", "gradient_accumulation", "gradient_clipping")
     assert order == expected
-
-
-# Other ways to run

@@ -20,7 +20,7 @@ from purecompose.algorithms._parts.checks import (
 )
 from purecompose.algorithms.images import check_value_range
 from purecompose.algorithms.images.primitives import check_augmentation_set
-from purecompose.nn import layers
+from purecompose.nn import layers, models
 from purecompose.nn.layers._forms import check_latent
 from purecompose.optim.adafactor import _checked_eps
 from purecompose.optim.base import checked_betas
@@ -129,6 +129,7 @@ IMAGES, KEY = torch.zeros(2, 3, 4, 4), random.key(0)
 LABELS, MASKS = torch.arange(2), torch.zeros(2, 4, 4, dtype=torch.int64)
 ANY: Any = alg
 CORE: Any = functional
+RESIDUAL = models.ResidualBlock(2, 2)
 LAYERS: Any = layers
 
 
@@ -212,6 +213,9 @@ def select(loss: Any, **settings: Any) -> Any:
         (lambda: LAYERS.FactorizedLinear(nn.Linear(4, 8), 5), ValueError, "latent_features: expected an int in"),
         (lambda: LAYERS.FactorizedConv2d(nn.Conv2d(4, 4, 1, groups=2), 1), NotImplementedError, "groups=1, got 2"),
         (lambda: LAYERS.GhostBatchNorm(nn.BatchNorm1d(2), 0), ValueError, "ghost_batch_size: expected an int >= 1"),
+        (lambda: LAYERS.StochasticDepth(RESIDUAL, "Sample"), ValueError, "method: expected 'block' or 'sample'"),
+        (lambda: LAYERS.StochasticDepth(RESIDUAL, "sample", 1.5), ValueError, "StochasticDepth: drop_rate: .* got 1.5"),
+        (lambda: LAYERS.StochasticDepth(nn.Linear(2, 2)), TypeError, "got a Linear"),
         (lambda: LAYERS.SqueezeExcite2d(16, -3), ValueError, "SqueezeExcite2d: latent_channels: .* > 0, got -3"),
         (lambda: LAYERS.SqueezeExcite2d(0), ValueError, "SqueezeExcite2d: num_features: expected an int >= 1, got 0"),
         (lambda: LAYERS.SqueezeExciteConv2d(nn.Conv1d(2, 2, 1)), TypeError, "expected an nn.Conv2d, got Conv1d"),

@@ -352,9 +352,3 @@ def test_a_model_may_compute_its_loss_and_batches_may_be_dictionaries():
     for name, param in net.net.named_parameters():
         expected = param.detach() - helpers.LR * grads[name]
         torch.testing.assert_close(after.params[f"net.{name}"], expected, rtol=1e-12, atol=1e-12)
-
-
-# rho
-
-
-# Settings

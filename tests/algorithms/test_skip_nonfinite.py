@@ -230,6 +230,3 @@ def test_in_a_program_without_its_other_events_updates_are_guarded():
     step = compose(short, [skip_nonfinite()])
     before = step(fresh(step, net=net(norm=False)), BATCH)
     check_skipped(before, step(before, broken()))
-
-
-# Other ways to run

@@ -151,6 +151,3 @@ def test_convolutions_of_any_kind_are_wrapped_whole_and_can_be_read_where_they_w
     torch.testing.assert_close(after.forward(images), attention(net(images)))
     conv = nn.Conv2d(2, 3, 3)
     check_shows(SqueezeExciteConv2d(conv), conv, "kernel_size")
-
-
-# The method

@@ -243,6 +243,3 @@ def test_it_works_with_blurpool_and_squeeze_excite_in_any_order():
         assert kinds.count("SqueezeExciteConv2d") == ("se" in order)
         outputs.append(state.forward(images))
     torch.testing.assert_close(outputs[0], outputs[1])
-
-
-# The method
