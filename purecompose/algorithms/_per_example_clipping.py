@@ -135,7 +135,7 @@ def per_example_clipping(
     def apply(event: Event, state: State) -> State:
         del event
         _check_layers(name, state.model.module)
-        bound, num, share = state.scalar(max_norm), state.num_examples, share_of_batch(state)
+        bound, num, share = state.scalar(max_norm), state.num_examples, own_examples(state)
         # Gathered once here, and not for each example.
         with_whole = state.replace(params={key: whole(param) for key, param in state.params.items()})
         sums, norms = _sums_over_examples(name, with_whole, share, bound, chunk_size)
@@ -239,7 +239,7 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
     return {**grads, **{name: torch.zeros_like(state.params[name]) for name in missing}}
 
 
-def share_of_batch(state: State) -> range:
+def own_examples(state: State) -> range:
     """Return the positions in the batch of this process's examples: all of them, unless several processes share it.
 
     The range may be empty.
@@ -256,7 +256,7 @@ def sum_over_shares(state: State, share: range, own: T) -> T:
 
     Args:
         state: A state at an event after the gradient.
-        share: The result of `share_of_batch`. The value of a process with an empty share is ignored.
+        share: The result of `own_examples`. The value of a process with an empty share is ignored.
         own: The value of this process: a pytree of tensors, with the same structure and shapes on all processes.
     """
     ranks = _ranks(state)
