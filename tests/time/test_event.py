@@ -93,19 +93,6 @@ def test_members_are_plain() -> None:
     assert {Event.INIT: 1}[Event("INIT")] == 1
 
 
-def test_an_unknown_name_lists_close_ones() -> None:
-    with pytest.raises(ValueError, match=r"'BATCH_ENDS'; did you mean 'batch_end'"):
-        Event("BATCH_ENDS")
-    with pytest.raises(ValueError, match=r"list\(Event\)"):
-        Event("zzzz")
-
-
-@pytest.mark.parametrize("value", [None, 3, ["init"]])
-def test_an_argument_that_is_not_a_string_is_a_type_error(value: object) -> None:
-    with pytest.raises(TypeError, match="name of one, got"):
-        Event(value)
-
-
 def test_the_table_of_the_training_steps_events_is_in_their_order() -> None:
     text = (pathlib.Path(__file__).parents[2] / "docs" / "concepts.md").read_text()
     assert re.findall(r"^\| `([A-Z_]+)` \| once a", text, re.M) == [event.name for event in events_in(loop_events)]

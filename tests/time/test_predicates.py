@@ -277,38 +277,6 @@ def test_plain_functions_become_predicates() -> None:
     assert plain.at(Event.BATCH_END) is plain
 
 
-@pytest.mark.parametrize("match", [None, 3, "init", Event.INIT])
-def test_arguments_other_than_predicates_and_functions_are_refused(match: Any) -> None:
-    with pytest.raises(TypeError, match="expected a predicate or a function"):
-        as_predicate(match)
-    with pytest.raises(TypeError, match="expected a predicate or a function"):
-        _ = ALWAYS & match
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "text"),
-    [
-        (lambda: on(), ValueError, "at least one event"),
-        (lambda: on("batch_ends"), ValueError, "batch_end"),
-        (lambda: on(3), TypeError, "expected an Event"),  # pyright: ignore[reportArgumentType]
-        (lambda: after(1.5), ValueError, r"after: time=1\.5: expected a share of the run in \[0, 1\], or .* '10ba'"),
-        (lambda: after(math.nan), ValueError, "finite"),
-        (lambda: before("soon"), ValueError, "before: time='soon': cannot read the time"),
-        (lambda: between("1ep", "late"), ValueError, "between: end='late': cannot read the time"),
-        (lambda: before("60sec"), ValueError, r"before: time='60sec': wall-clock .* fit\(duration=\.\.\.\)"),
-        (lambda: between(0.9, 0.5), ValueError, r"between\(0\.9, 0\.5\): expected the start before the end"),
-        (lambda: every(0), ValueError, r"every\(0\): expected a positive interval"),
-        (lambda: every(2.5), TypeError, "write '2.5dur' for a fraction"),  # pyright: ignore[reportArgumentType]
-        (lambda: every("60sec"), ValueError, "expected batches"),
-        (lambda: every(2, in_epoch=True, since=0.5), ValueError, "in_epoch or since"),
-        (lambda: every(2, since="60sec"), ValueError, "wall-clock"),
-    ],
-)
-def test_bad_arguments_are_refused_when_the_predicate_is_built(build: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        build()
-
-
 @pytest.mark.parametrize(
     ("predicate", "run", "text"),
     [

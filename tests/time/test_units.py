@@ -1,10 +1,7 @@
 """Time and TimeUnit: a table of texts, and the algebra against plain integers and fractions."""
 
 import dataclasses
-import math
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, strategies as st
@@ -63,18 +60,6 @@ def test_parse(text: str, value: float, unit: str) -> None:
     assert type(time.value) is (float if unit == "dur" else int)
 
 
-@pytest.mark.parametrize("text", ["1.5ep", "2.1ba", "3.2sp", "3.4tok", "0.1sec", "1e-9ba"])
-def test_a_part_of_a_count_is_a_type_error(text: str) -> None:
-    with pytest.raises(TypeError, match="expected a whole number"):
-        Time.parse(text)
-
-
-@pytest.mark.parametrize("text", ["5", "1.5", " 3e4 ", "-2"])
-def test_a_number_without_a_unit_is_an_error_that_asks_for_one(text: str) -> None:
-    with pytest.raises(ValueError, match="has no unit; add one of ep, ba"):
-        Time.parse(text)
-
-
 @pytest.mark.parametrize(
     "text",
     ["", " ", "ep", "1m1h", "1s1m", "nanep", "infba", "5epp", "5ep5ba", "1.5h", "-1h", "4_tok", "4__0tok", "٥ep"]
@@ -85,71 +70,15 @@ def test_text_that_cannot_be_read_is_a_value_error(text: str) -> None:
         Time.parse(text)
 
 
-def test_parse_only_takes_strings() -> None:
-    with pytest.raises(TypeError, match=r"got 5 \(int\)"):
-        Time.parse(5)  # pyright: ignore[reportArgumentType]
-
-
 @given(times)
 def test_text_and_repr_read_back(time: Time) -> None:
     assert Time.parse(str(time)) == time
     assert eval(repr(time)) == time
 
 
-def test_text() -> None:
-    assert [str(Time(2, "tok")), str(Time(0.5, "dur")), str(Time(6, "sec"))] == ["2tok", "0.5dur", "6sec"]
-    assert repr(Time(5, "ep")) == "Time(5, TimeUnit.EPOCH)"
-
-
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
 def test_clock_form_is_a_sum_of_seconds(hours: int, minutes: int, seconds: int) -> None:
     assert Time.parse(f"{hours}h{minutes}m{seconds}s") == Time(hours * 3600 + minutes * 60 + seconds, "sec")
-
-
-@pytest.mark.parametrize("value", [1.0, 1.5, True, "1", None])
-def test_counts_are_ints(value: object) -> None:
-    with pytest.raises(TypeError, match="ep: expected an int, got"):
-        Time(value, "ep")  # pyright: ignore[reportArgumentType]
-
-
-def test_a_fraction_is_a_finite_float() -> None:
-    assert type(Time(1, "dur").value) is float
-    with pytest.raises(TypeError, match="dur: expected a finite number, got '1'"):
-        Time("1", "dur")  # pyright: ignore[reportArgumentType]
-    for value in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="finite"):
-            Time(value, "dur")
-
-
-def test_unit_lookup() -> None:
-    assert TimeUnit("EP") is TimeUnit("Epoch") is TimeUnit.EPOCH
-    with pytest.raises(ValueError, match=r"'epochs'; there are ep \(epochs\), ba \(batches"):
-        TimeUnit("epochs")
-    with pytest.raises(TypeError, match=r"got 3 \(int\)"):
-        TimeUnit(3)
-
-
-def test_of() -> None:
-    one = Time(1, "ep")
-    assert Time.of(one) is one
-    assert Time.of("1ep") == Time.of(1, "ep") == one
-    for value in (None, [1, "ep"], True):
-        with pytest.raises(TypeError, match="expected a Time or a string such as '90ep', got"):
-            Time.of(value)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="give it a unit, as in '5ep'"):
-        Time.of(5)
-    with pytest.raises(TypeError, match=r"got 0.5 \(float\); a share of the run is '0.5dur'"):
-        Time.of(0.5)
-    with pytest.raises(TypeError, match=r"got 1.5 \(float\)$"):
-        Time.of(1.5)
-
-
-def test_errors_for_unreadable_times_name_the_argument() -> None:
-    assert named_time(3, "swa: every", TimeUnit.BATCH) == Time(3, "ba")
-    with pytest.raises(ValueError, match="^swa: every='often': cannot read the time 'often'; write"):
-        named_time("often", "swa: every", TimeUnit.BATCH)
-    with pytest.raises(TypeError, match="^ema: half_life=0.5: ba: expected an int, got .*; write smoothing=0.5$"):
-        named_time(0.5, "ema: half_life", TimeUnit.BATCH, share="write smoothing=")
 
 
 @given(wholes, wholes, st.sampled_from(COUNTED))
@@ -176,22 +105,6 @@ def test_units_do_not_mix(x: Time, y: Time) -> None:
             compare(x, str(y))
 
 
-def test_unit_error_names_both_sides() -> None:
-    with pytest.raises(UnitError, match="5ep < 3ba: ep and ba cannot be converted without a run"):
-        _ = Time(5, "ep") < "3ba"
-    assert issubclass(UnitError, RuntimeError)
-
-
-def test_values_that_are_not_times_are_a_type_error() -> None:
-    one = Time(1, "ep")
-    operations: list[Callable[[Any, Any], Any]] = [operator.mul, operator.lt]
-    with pytest.raises(TypeError):
-        _ = one < 1.5
-    for op in operations:
-        with pytest.raises(TypeError):
-            op(one, None)
-
-
 def test_zero() -> None:
     assert not Time(0, "ep") and Time(1, "ep")
 
@@ -202,3 +115,10 @@ def test_equality_is_plain_and_times_are_frozen() -> None:
     assert hash(one) == hash(Time.parse("1ep"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.value = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_what_a_time_is_made_of() -> None:
+    one = Time(1, "ep")
+    assert Time.of(one) is one and Time.of("1ep") == Time.of(1, "ep") == named_time(1, "a: b", TimeUnit.EPOCH) == one
+    assert TimeUnit("EP") is TimeUnit("Epoch") is TimeUnit.EPOCH
+    assert type(Time(1, "dur").value) is float and issubclass(UnitError, RuntimeError)
