@@ -198,18 +198,15 @@ class Settings:
         self._parameters = self._signature.parameters
         positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         self._positional = [name for name, one in self._parameters.items() if one.kind in positional]
-        self._name = getattr(function, "__name__", "the function")
-        # Names in annotations that are text may be defined further below in the module.
-        self._is_text = any(isinstance(one.annotation, str) for one in self._parameters.values())
-        self._checks = None if self._is_text else self._resolved()
 
-    def _resolved(self) -> dict[str, tuple[Check, str]]:
-        return {name: (check, f"{self._name}: {name}") for name, check in checks_of(self._function).items()}
+    @functools.cached_property
+    def _checks(self) -> dict[str, tuple[Check, str]]:
+        # In the first call: names in annotations that are text may be defined further below in the module.
+        own = getattr(self._function, "__name__", "the function")
+        return {name: (check, f"{own}: {name}") for name, check in checks_of(self._function).items()}
 
     def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments after their checks; if they do not fit the signature, the call itself explains that."""
-        if self._checks is None:
-            self._checks = self._resolved()
         if not self._checks:
             return args, dict(kwargs)
         try:
@@ -224,7 +221,6 @@ class Settings:
             raise
 
     def _after_check(self, name: str, value: Any) -> Any:
-        assert self._checks is not None
         if name not in self._checks:
             return value
         check, where = self._checks[name]
