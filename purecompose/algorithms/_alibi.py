@@ -19,7 +19,7 @@ from purecompose.core.state import State
 from purecompose.nn.layers._forms import has_hooks
 from purecompose.nn.layers.transformer import AlibiAttention, NoPositions, PositionEmbedding, SelfAttention, alibi_bias
 from purecompose.schedule.declared import Within
-from purecompose.surgery.visiting import left_alone
+from purecompose.surgery.operation import left_alone
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 from purecompose.time.units import snapped

@@ -1,6 +1,6 @@
 """Surgery: replace modules in a network and keep its weights and the matching optimizer state.
 
-`replace` walks through a network and passes each module to the rule for its type; the result of the rule replaces the
+`operate` walks through a network and passes each module to the rule for its type; the result of the rule replaces the
 module. A rule is a function of a plain `nn.Module`:
 
     def smooth(conv, site):
@@ -15,9 +15,14 @@ place: the old model, its tensors and its state are not modified. A rule is give
 tensors; it may change the copy's settings, but must not write into the tensors.
 """
 
-from purecompose.surgery.operation import Report as Report, Surgery as Surgery, operate as operate, replace as replace
+from purecompose.surgery.operation import (
+    Report as Report,
+    Rule as Rule,
+    Rules as Rules,
+    Site as Site,
+    operate as operate,
+)
 from purecompose.surgery.summary import summary as summary
-from purecompose.surgery.visiting import Rule as Rule, Rules as Rules, Site as Site
 from purecompose.surgery.weights import (
     to_module as to_module,
     with_statistics as with_statistics,

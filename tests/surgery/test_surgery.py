@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from purecompose import State, compose, loop_events, losses, optim, random, surgery, to_module, tree
+from purecompose import State, compose, loop_events, losses, optim, surgery, to_module, tree
 from purecompose.optim.wrapping import Guarded
 from purecompose.surgery import Site
 
@@ -197,17 +197,6 @@ def test_rules_that_cannot_be_followed_are_refused() -> None:
     number: Any = lambda module, site: 3  # noqa: E731
     with pytest.raises(TypeError, match=r"rule for '0' returned 3 \(int\), not a module"):
         surgery.operate(make_state(), {nn.Linear: number}, name="any")
-    parts = make_state()
-    with pytest.raises(TypeError, match="expected the optimizer"):
-        surgery.replace(parts.model, RULES, parts.params, parts.buffers, key=parts.key, opt_state=parts.opt_state)
-
-
-def test_surgery_works_without_an_optimizer() -> None:
-    state = make_state()
-    result = surgery.replace(state.model, RULES, state.params, state.buffers, key=random.key(3))
-    assert result.opt_state is None and set(result.params) == {*state.params, *result.report.made} - {
-        "0.weight", "0.bias", "3.weight", "3.bias", "0.seen", "3.seen"
-    } | {"0.inner.weight", "0.inner.bias", "3.inner.weight", "3.inner.bias"}  # fmt: skip
 
 
 def test_kept_weights_and_their_optimizer_state_are_not_copied() -> None:

@@ -30,7 +30,7 @@ def surgery_method(
 
     Args:
         name: Name of the algorithm and of its draws.
-        rules: See `surgery.replace`. The types of the new modules have the rule `None`: a network that contains them
+        rules: See `surgery.operate`. The types of the new modules have the rule `None`: a network that contains them
             has been changed already.
         where: The `where` of the method: patterns of the modules to change, with all that they contain; by default the
             parts of the network with trainable parameters.
