@@ -34,8 +34,7 @@ def exponential(
     """Draw exponential numbers: `-log(u) / rate`, at most 22.9 / rate (float64: 37.5 / rate).
 
     Args:
-        key: A key or an `Rng`.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        key, shape: As for `bits`.
         rate: Events per unit; a number, or a tensor that broadcasts with `shape`: its values are not checked,
             and gradients flow to it.
         dtype: float16, bfloat16, float32 or float64.

@@ -52,8 +52,7 @@ def uniform(
     """Draw uniform numbers in [low, high): 53 random bits for float64, 24 for float32, 11 for float16, 8 for bfloat16.
 
     Args:
-        key: A key or an `Rng`.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        key, shape: As for `bits`.
         low: Least value, a host number; it is rounded to `dtype`.
         high: Upper bound, never returned, a host number.
         dtype: float16, bfloat16, float32 or float64.
@@ -91,8 +90,7 @@ def normal(
     They are within 6.8 standard deviations of the mean, in float64 within 8.7.
 
     Args:
-        key: A key or an `Rng`.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        key, shape: As for `bits`.
         mean: A number or a tensor that broadcasts with the result; gradients flow to it.
         std: As `mean`; not negative.
         dtype: float16, bfloat16, float32 or float64; the first two are computed in float32.
@@ -162,8 +160,7 @@ def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tens
     The probabilities of any two values differ by at most 2**-64.
 
     Args:
-        key: A key or an `Rng`.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        key, shape: As for `bits`.
         low: Least value; an int, or an int64 tensor that broadcasts with `shape`. A tensor's values are not
             checked.
         high: Upper bound, never returned; as `low`.
@@ -197,8 +194,7 @@ def drawn(key: Tensor | Rng, shape: Shape, dtype: torch.dtype, what: str) -> Ten
         what: The draw's name, for errors.
 
     Raises:
-        TypeError: As for `bits`.
-        ValueError: As for `bits`.
+        TypeError, ValueError: As for `bits`.
     """
     rng = as_rng(key, what)
     return numbers_of(rng, _sizes(rng, shape, what), dtype)
