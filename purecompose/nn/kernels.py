@@ -213,8 +213,13 @@ class _Attention(TorchFunctionMode):
         if not is_attention or not torch.is_autocast_enabled(self._device):
             return func(*args, **kwargs)
         with torch.autocast(self._device, enabled=False):
-            if self._by_products and (result := short_attention(self._narrow, *args, **kwargs)) is not None:
-                return result
+            given: dict[str, Any] = dict.fromkeys(("attn_mask", "dropout_p", "enable_gqa"))
+            given |= dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            given |= kwargs
+            mask, dropout, groups = (given.pop(name) for name in ("attn_mask", "dropout_p", "enable_gqa"))
+            if self._by_products and mask is None and not dropout and not groups:
+                if (result := short_attention(self._narrow, **given)) is not None:
+                    return result
             result = func(*map(self._cast, args), **{name: self._cast(value) for name, value in kwargs.items()})
             return result.to(self._narrow) if result.dtype is self._dtype else result
 
@@ -233,33 +238,17 @@ def short_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return `F.scaled_dot_product_attention` in a dtype, or `None` for what it does not compute: long sequences,
-    masks, dropout, groups of queries, and tensors that are not of a floating dtype up to float32.
+    """Return `F.scaled_dot_product_attention` in bfloat16 or float16, its dimensions ordered in memory as those of the
+    query, as by torch's kernel; `None` for long sequences and for tensors not of a floating dtype up to float32.
 
     Scores and weights are rounded to the dtype; the softmax is computed in float32.
-
-    Args:
-        dtype: bfloat16 or float16.
-        query: Shape (N, ..., L, D).
-        key: Shape (N, ..., S, D).
-        value: Shape (N, ..., S, E).
-        attn_mask, dropout_p, is_causal, scale, enable_gqa: As in torch's function.
-
-    Returns:
-        Shape (N, ..., L, E), of the given dtype, its dimensions ordered in memory as those of the query, as by torch's
-        kernel; or `None`.
     """
     tensors = (query, key, value)
-    if attn_mask is not None or dropout_p or enable_gqa or any(x.is_nested for x in tensors):
-        return None
-    if any(not x.is_floating_point() or x.dtype is torch.float64 for x in tensors):
+    if any(x.is_nested or not x.is_floating_point() or x.dtype is torch.float64 for x in tensors):
         return None
     batch_shape, (num_queries, width), num_keys = query.shape[:-2], query.shape[-2:], key.shape[-2]
     if not batch_shape or max(num_queries, num_keys) > MAX_LENGTH or not query.numel() or not value.numel():

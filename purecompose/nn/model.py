@@ -156,14 +156,8 @@ def from_module(
     buffers. With `is_shared`, only parameters and buffers that are one object are tied.
 
     Raises:
-        TypeError: `module` is not a plain `nn.Module`, or cannot be copied; or it contains a scripted or compiled
-            module, one that is wrapped for several devices, a sparse tensor, or one of a subclass with operations of
-            its own.
-        ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as in the old
-            `torch.nn.utils.weight_norm`, tensors with hooks, or tensors hidden in tuples or objects; a parameter
-            that shares memory with another tensor and is not tied to it; an unregistered module in a list, with tensors
-            of a registered one; or a function or weak reference that keeps one of its modules or tensors, which a copy
-            would share with it; or a pattern of modes that matches no module.
+        TypeError, ValueError: The module cannot be split (see `splitting`) or copied, or a pattern of modes matches no
+            module.
 
     Warns:
         UserWarning: A tensor becomes a buffer, or buffers share part of their memory.

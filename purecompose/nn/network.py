@@ -42,8 +42,7 @@ def call_model(
 
     Args:
         model: The architecture.
-        params: All parameters by name; others may be among them.
-        buffers: All buffers by name, likewise.
+        params, buffers: All parameters and buffers by name; others may be among them.
         inputs: One argument, a list of arguments, or a mapping of keyword arguments.
         train: True to run modules in training mode, False for evaluation mode.
         keyed: Function that returns the scope of the network's draws; called only if it draws.

@@ -114,23 +114,14 @@ class Draws(TorchFunctionMode):
     def draw(
         self, func: Any, sampler: Sampler, shape: Sequence[int], device: torch.device, *, per_example: bool = True
     ) -> Tensor:
-        """Return the next keyed draw: `sampler` called with the draw's key.
+        """Return the next keyed draw, `sampler(rng, shape)` on a device.
 
-        Args:
-            func: The random function that was called; named in errors.
-            sampler: Function that draws the tensor.
-            shape: Shape of the result. If `shape[0]` is `num_examples * m` with m >= 1, leading index j
-                holds element `j % m` of example `first_example + j // m`. A single number, of shape (), is drawn for
-                the whole batch. Otherwise there is one draw for all examples of this pass, another one for each
-                `first_example`.
-            device: Device of the result. The draw is made there, from a copy of the key.
-            per_example: False for draws that concern all examples whatever their shape.
-
-        Returns:
-            A tensor of `shape`.
+        If `shape[0]` is `num_examples * m` with m >= 1, leading index j holds element `j % m` of example
+        `first_example + j // m`. A single number, of shape (), is drawn for the whole batch. Otherwise, and unless the
+        draw is `per_example`, there is one for all examples of this pass, another one for each `first_example`.
 
         Raises:
-            UnkeyedRandomError: The call is inside a checkpoint that cannot replay it.
+            UnkeyedRandomError: The call, named by `func`, is inside a checkpoint that cannot replay it.
         """
         self._check_replayable(func)
         shape = tuple(shape)
