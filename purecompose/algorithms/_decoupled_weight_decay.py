@@ -7,8 +7,7 @@ from purecompose.algorithms._parts.checks import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.base import match_or_raise
-from purecompose.optim.decay import Decaying, DecayRule
-from purecompose.optim.wrapping import leaves, map_leaves, settings_of
+from purecompose.optim.wrapping import Decaying, DecayRule, leaves, map_leaves, settings_of
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
 from purecompose.time.event import Event
@@ -34,7 +33,7 @@ def decoupled_weight_decay(
     can exclude parameters.
 
     The decay is part of the optimizer's update, before the weights move: at INIT the optimizer is wrapped in an
-    `optim.decay.Decaying`. So weights do not decay in a step that is skipped or whose gradients are kept for later,
+    `optim.wrapping.Decaying`. So weights do not decay in a step that is skipped or whose gradients are kept for later,
     nor do parameters without a gradient. A weight decay of the optimizer itself acts in addition, with a warning.
 
     Events: INIT. Replaces: the optimizer. Remembers nothing.

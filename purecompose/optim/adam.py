@@ -21,8 +21,20 @@ from torch.library import Library, register_fake
 
 from purecompose._support.checks import suggests_keywords
 from purecompose._support.functorch import is_fake
-from purecompose.optim.base import Betas, ByGroup, Constant, GivenGroups, Rate, Share, Value, read, wide_dtype
-from purecompose.optim.decay import Decay, decayed, shrinkage
+from purecompose.optim.base import (
+    Betas,
+    ByGroup,
+    Constant,
+    Decay,
+    GivenGroups,
+    Rate,
+    Share,
+    Value,
+    decayed,
+    read,
+    shrinkage,
+    wide_dtype,
+)
 from purecompose.optim.lists import (
     add,
     alike,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown, suggests_keywords
-from purecompose.optim.base import ByGroup, Constant, GivenGroups, OptState, Rate, Value, as_float, read
-from purecompose.optim.decay import decayed
+from purecompose.optim.base import ByGroup, Constant, GivenGroups, OptState, Rate, Value, as_float, decayed, read
 from purecompose.optim.lists import add, lerp
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import suggests_keywords
-from purecompose.optim.base import Betas, ByGroup, GivenGroups, Rate, Value, read, wide_dtype
-from purecompose.optim.decay import Decay, decayed
+from purecompose.optim.base import Betas, ByGroup, Decay, GivenGroups, Rate, Value, decayed, read, wide_dtype
 from purecompose.optim.lists import add, increment, lerp, multiply, sign, unbound
 from purecompose.schedule import Scalar
 

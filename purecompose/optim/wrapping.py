@@ -1,19 +1,19 @@
-"""Optimizers around others: one that skips a step whose gradients are not finite, and functions that look inside."""
+"""Optimizers around others: they skip steps that are not finite, or decay weights; and functions that look inside."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.functorch import is_watched
-from purecompose._support.shards import is_shard, local, sum_of_shards
-from purecompose.optim.base import ByGroup, Optimizer, Value, cells
+from purecompose._support.shards import is_shard, local, place_of, placed, sum_of_shards
+from purecompose.optim.base import ByGroup, Optimizer, Value, cells, decayed, matched
 from purecompose.optim.by_pattern import ByPattern
 from purecompose.optim.lists import is_plain, largest
-from purecompose.schedule import number
+from purecompose.schedule import Scalar, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +102,89 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
         # One call computes the largest magnitudes. Not used in a traced graph, whose kernels are fused anyway.
         return largest(found).isfinite().all()
     return torch.stack([tensor.isfinite().all() for tensor in found]).all()
+
+
+class DecayRule(NamedTuple):
+    """Rule for which parameters decay, and by how much."""
+
+    name: str
+    """Name of the algorithm that added the rule."""
+    weight_decay: Scalar
+    """Fraction of a weight removed per step, before multiplication by the learning rate's schedule."""
+    min_dims: int = 0
+    """Smallest number of dimensions of a parameter that decays."""
+    exclude: tuple[str, ...] = ()
+    """Patterns (`fnmatch`) for the names of parameters that do not decay."""
+    where: tuple[str, ...] = ("*",)
+    """Patterns for the names of parameters that decay."""
+
+    def held(self, names: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the parameters that decay."""
+        chosen = matched(self.where, names) - matched(self.exclude, names)
+        return [name for name in names if name in params and params[name].ndim >= self.min_dims and name in chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decaying:
+    """Optimizer that first decays each weight, p <- p - s weight_decay p, and then updates as the inner optimizer does.
+
+    s is the product of the schedules of the inner optimizer's learning rate, 1 without any. Only parameters with a
+    gradient decay.
+
+    Args:
+        inner: The optimizer.
+        rules: The decay rules, applied one after the other.
+
+    Raises:
+        ValueError: The inner optimizer consists of several, each with its own learning rate.
+
+    Example:
+        >>> import torch
+        >>> from purecompose.optim import sgd
+        >>> optimizer, params = Decaying(sgd(0.5), (DecayRule("mine", 0.1),)), {"w": torch.tensor([1.0, 2.0])}
+        >>> optimizer.update({"w": torch.ones(2)}, {}, params)[0]["w"]
+        tensor([0.4000, 1.3000])
+    """
+
+    inner: Optimizer
+    rules: tuple[DecayRule, ...]
+
+    def __post_init__(self) -> None:
+        if len(leaves(self.inner)) > 1:
+            raise ValueError(
+                f"Decaying: expected one optimizer, whose learning rate the decay follows, got {self.inner!r}: use it "
+                "inside by_pattern, around each optimizer that should decay: by_pattern({'*': Decaying(muon(0.02), "
+                "rules)}, Decaying(adam(1e-3), rules))"
+            )
+
+    def init(self, params: Mapping[str, Tensor]) -> Any:
+        """Return the inner optimizer's state."""
+        return self.inner.init(params)
+
+    def update(
+        self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
+    ) -> tuple[dict[str, Tensor], Any]:
+        """Return the inner optimizer's update of the decayed parameters; see `Optimizer.update`."""
+        smaller = dict(params)
+        for rule in self.rules:
+            for rate, names in self._rates(tuple(grads)):
+                held = rule.held(names, smaller)
+                if held:
+                    before = [smaller[name] for name in held]
+                    _, moved = decayed("by schedule", [], [*map(local, before)], rule.weight_decay, rate, value)
+                    after = (placed(own, place_of(param)) for own, param in zip(moved, before, strict=True))
+                    smaller.update(zip(held, after, strict=True))
+        return self.inner.update(grads, opt_state, smaller, value)
+
+    def _rates(self, names: tuple[str, ...]) -> Iterator[tuple[Scalar, tuple[str, ...]]]:
+        """Return the learning rates, each with the parameters that have it."""
+        leaf = leaves(self.inner)[0]
+        parts = (
+            [(cell.rule, cell.names) for cell in cells(leaf, names)] if isinstance(leaf, ByGroup) else [(leaf, names)]
+        )
+        for part, own in parts:
+            rate = settings_of(part).get("lr")
+            yield 1.0 if rate is None else rate, own
 
 
 # Functions that look into optimizers around others, such as `Guarded` and `by_pattern`.

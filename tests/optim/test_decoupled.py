@@ -9,7 +9,7 @@ from torch import Tensor
 
 import purecompose as pc
 from purecompose import optim
-from purecompose.optim.decay import progress
+from purecompose.optim.base import progress
 from purecompose.schedule import Schedule, cosine, hparam, linear, scheduled
 
 

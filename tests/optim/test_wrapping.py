@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from purecompose import optim, tree
-from purecompose.optim.decay import Decaying
-from purecompose.optim.wrapping import Guarded, all_finite, chosen
+from purecompose.optim.wrapping import Decaying, Guarded, all_finite, chosen
 
 
 PARAMS = {"a": torch.linspace(-1, 1, 6).reshape(2, 3), "b": torch.ones(4, dtype=torch.float64), "c": torch.zeros(0)}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, losses, optim
-from purecompose.optim.decay import Decaying, DecayRule
+from purecompose.optim.wrapping import Decaying, DecayRule
 from purecompose.schedule import Scalar, cosine, hparam, resolve
 
 
