@@ -35,7 +35,7 @@ from purecompose.time.event import Event
 
 def ablate(
     make_step: Callable[[list[Algorithm]], Step],
-    state: Callable[[int], State] | State,
+    state: Callable[[int], State],
     data: Any,
     methods: Iterable[Algorithm],
     *,
@@ -54,8 +54,7 @@ def ablate(
     Args:
         make_step: Function from a list of methods to a step, such as `lambda methods: compose(loop_events, methods)`.
         state: Function from a seed to the state at the start of a run, with its duration; it is called for each run,
-            with the global generators seeded from the seed. Or one state, whose key is replaced for each seed: all
-            seeds then have the same initial weights.
+            with the global generators seeded from the seed.
         data: Training data, as for `fit`.
         methods: The methods to compare. Methods that are never left out belong in `make_step`.
         evaluate: The evaluator. The metric of the last evaluation of each run is compared.
@@ -153,8 +152,6 @@ def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
 def _checked_seeds(seeds: Any) -> tuple[int, ...]:
     if isinstance(seeds, int) and not isinstance(seeds, bool):
         return tuple(range(check_whole(seeds, "ablate: seeds", 1)))
-    if isinstance(seeds, str) or not isinstance(seeds, Sequence):
-        raise TypeError(f"ablate: seeds: expected a number of seeds, or a list of them, got {shown(seeds)}")
     numbers = tuple(check_whole(seed, "ablate: seeds", 0) for seed in seeds)
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(f"ablate: seeds={list(numbers)}: expected at least one seed, and none twice")
@@ -170,7 +167,7 @@ class Trainer:
 
     Attributes:
         make_step: Function from algorithms to a step.
-        state: Function from a seed to the initial state, or a state, which then gets the seed's key.
+        state: Function from a seed to the initial state.
         data: The training data.
         evaluate: The evaluator of the metric.
         metric: The metric that is compared, such as "eval/accuracy".
@@ -180,7 +177,7 @@ class Trainer:
     """
 
     make_step: Callable[[list[Algorithm]], Step]
-    state: Callable[[int], State] | State
+    state: Callable[[int], State]
     data: Any
     evaluate: Evaluator
     metric: str
@@ -216,14 +213,11 @@ class Trainer:
             TypeError: `state` returned something else.
             ValueError: The state has no duration.
         """
-        if isinstance(self.state, State):
-            state = self.state.replace(key=random.key(seed))
-        else:
-            load_numpy()
-            with kept_globals():
-                # A network draws its weights from torch's global generator: all cells of a seed need the same ones.
-                seed_globals(seed_words((seed, 0), _INITIAL, 0, 0))
-                state = self.state(seed)
+        load_numpy()
+        with kept_globals():
+            # A network draws its weights from torch's global generator: all cells of a seed need the same ones.
+            seed_globals(seed_words((seed, 0), _INITIAL, 0, 0))
+            state = self.state(seed)
         if not isinstance(state, State):
             raise TypeError(f"ablate: state({seed}): expected a State, got {type(state).__name__}")
         if state.timestamp.run.duration is None:

@@ -1,11 +1,11 @@
 """Predicates on states for `bisect`: functions `State -> bool`, true where something has gone wrong.
 
-Any function of a state is one. For a population, those here are true if they are for any member.
+Any function of a state is one. The name of those here is the call that made them. For a population, they are true if
+they are for any member.
 """
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,35 +15,15 @@ from purecompose._support.checks import check_number
 from purecompose.core.state import State
 
 
-@dataclass(frozen=True)
-class StatePredicate:
-    """A function `State -> bool` that prints as the call that made it.
-
-    Args:
-        words: The call that made it, as text.
-        fn: The function.
-    """
-
-    words: str
-    """The call, such as "loss_above(5.0)"."""
-    fn: Callable[[State], bool]
-
-    def __call__(self, state: State) -> bool:
-        return self.fn(state)
-
-    def __repr__(self) -> str:
-        return self.words
-
-
-def loss_above(number: float) -> StatePredicate:
+def loss_above(number: float) -> Callable[[State], bool]:
     """Return the predicate that the loss of the last batch is above a number, or NaN. It usually does not stay so.
 
     Args:
         number: The bound.
 
     Example:
-        >>> loss_above(5.0)
-        loss_above(5.0)
+        >>> loss_above(5.0).__name__
+        'loss_above(5.0)'
     """
     check_number(number, "loss_above")
 
@@ -51,27 +31,29 @@ def loss_above(number: float) -> StatePredicate:
         # The loss is NaN before the first batch.
         return state.timestamp.batch > 0 and state.loss is not None and not bool((state.loss <= number).all())
 
-    return StatePredicate(f"loss_above({number})", is_above)
+    is_above.__name__ = f"loss_above({number})"
+    return is_above
 
 
-def not_finite() -> StatePredicate:
+def not_finite() -> Callable[[State], bool]:
     """Return the predicate that a parameter, a buffer or the optimizer's memory has a NaN or an infinite number.
 
     Once it is true it usually stays so.
 
     Example:
-        >>> not_finite()
-        not_finite()
+        >>> not_finite().__name__
+        'not_finite()'
     """
 
     def is_bad(state: State) -> bool:
         found = tree.leaves((state.params, state.buffers, state.opt_state))
         return any(isinstance(leaf, Tensor) and not bool(leaf.isfinite().all()) for leaf in found)
 
-    return StatePredicate("not_finite()", is_bad)
+    is_bad.__name__ = "not_finite()"
+    return is_bad
 
 
-def weight_norm_above(number: float, params: str = "*") -> StatePredicate:
+def weight_norm_above(number: float, params: str = "*") -> Callable[[State], bool]:
     """Return the predicate that the Euclidean norm of parameters is above a number, or NaN.
 
     Args:
@@ -82,8 +64,8 @@ def weight_norm_above(number: float, params: str = "*") -> StatePredicate:
         ValueError: When called: no parameter has such a name.
 
     Example:
-        >>> weight_norm_above(100.0, "0.*")
-        weight_norm_above(100.0, '0.*')
+        >>> weight_norm_above(100.0, "0.*").__name__
+        "weight_norm_above(100.0, '0.*')"
     """
     check_number(number, "weight_norm_above")
 
@@ -97,4 +79,5 @@ def weight_norm_above(number: float, params: str = "*") -> StatePredicate:
         squares = [param.double().square().reshape(*members, -1).sum(-1) for param in chosen]
         return not bool((torch.stack(squares).sum(0).sqrt() <= number).all())
 
-    return StatePredicate(f"weight_norm_above({number}, {params!r})", is_above)
+    is_above.__name__ = f"weight_norm_above({number}, {params!r})"
+    return is_above

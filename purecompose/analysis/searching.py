@@ -27,10 +27,6 @@ class Bisection:
     """The first batch after which the predicate holds."""
     predicate: str
     """The predicate, as text."""
-    replays: int
-    """Number of different checkpoints that were read, to evaluate the predicate or to replay the run from there."""
-    num_batches: int
-    """Number of batches that were trained on again."""
     unusual: tuple[str, ...]
     """The examples of that batch with values that are not finite or unusually large, in words, such as "example 2
     (number 777 of the data): targets are not finite"; empty for a population."""
@@ -40,8 +36,7 @@ class Bisection:
     """The batch: `traced(step)(found.before, found.data)` repeats its step."""
 
     def __str__(self) -> str:
-        head = f"{self.predicate} holds from batch {self.batch} on, found with {self.replays} replays "
-        return "\n".join([f"{head}({self.num_batches} batches)", *self.unusual])
+        return "\n".join([f"{self.predicate} holds from batch {self.batch} on", *self.unusual])
 
 
 def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) -> Bisection:
@@ -76,29 +71,23 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
         raise TypeError(f"bisect: predicate: expected a function State -> bool, got {shown(predicate)}")
     check_flag(stays, "bisect: stays")
     found = run.checkpoints
-    low, high, read = 0, len(found) - 1, set[int]()
+    low, high = 0, len(found) - 1
     while stays and high - low > 1:
         middle = (low + high) // 2
-        read.add(middle)
         if _holds(predicate, run.load(found[middle]).state):
             high = middle
         else:
             low = middle
-    num_batches = 0
     for i in range(low, max(high, low + 1)):
-        first, last = found[i], found[min(i + 1, high)]
-        read.add(i)
-        caught, batch, reached = _scanned(run, predicate, first, last, stays=stays)
-        num_batches += reached - first.index.batch
+        caught, batch = _scanned(run, predicate, found[i], found[min(i + 1, high)], stays=stays)
         if batch is not None:
             if stays and high < len(found) - 1:  # the search has not looked at the end of the run
-                read.add(len(found) - 1)
                 end = run.load(found[-1]).state
                 if not _holds(predicate, end):
                     raise _passing(predicate, batch, end.timestamp.batch)
             assert caught.state is not None
             unusual = tuple(_unusual(run, caught.state, caught.batch))
-            return Bisection(batch, _words(predicate), len(read), num_batches, unusual, caught.state, caught.batch)
+            return Bisection(batch, _words(predicate), unusual, caught.state, caught.batch)
     text = f"bisect: {_words(predicate)} does not hold at batch {found[high].index.batch} of {run.path}"
     raise ValueError(
         f"{text}: it never does, or does not stay true; then use stays=False" if stays else f"{text}, nor before"
@@ -139,12 +128,11 @@ class _LastBatch:
 
 def _scanned(
     run: RecordedRun, predicate: Callable[[State], Any], first: Found, last: Found, *, stays: bool
-) -> tuple[_LastBatch, int | None, int]:
+) -> tuple[_LastBatch, int | None]:
     """Replay from one checkpoint to the next until the predicate holds; if it `stays`, to the end, to check that.
 
     Returns:
-        The batch after which it holds first, with the state before; its number, `None` if there is none; and the batch
-        that the replay has reached.
+        The batch after which it holds first, with the state before; and its number, `None` if there is none.
     """
     newest, caught = _LastBatch(), _LastBatch()
     batch, now = None, first.index.batch
@@ -163,7 +151,7 @@ def _scanned(
                 batch, caught.state, caught.batch = now, newest.state, newest.batch
             if now >= last.index.batch or (holds and not stays):
                 break
-    return caught, batch, now
+    return caught, batch
 
 
 def _words(predicate: Any) -> str:

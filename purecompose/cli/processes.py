@@ -126,13 +126,12 @@ def processes_here() -> Processes:
     if size in ("", "1"):
         return Processes()
     given = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")}
-    numbers = [int(word) if word.isdecimal() else -1 for word in (size, *given.values())]
-    if not (0 <= min(numbers[:4]) and max(numbers[1:3]) < numbers[0] and numbers[3] < 2**16 and given["MASTER_ADDR"]):
+    if not (size.isdecimal() and given["RANK"].isdecimal() and given["LOCAL_RANK"].isdecimal()):
         raise UsageError(
             f"WORLD_SIZE={size}, but {', '.join('='.join(pair) for pair in given.items())}: start the processes by "
             "torchrun --nproc-per-node 2 -m purecompose train ..., or unset WORLD_SIZE"
         )
-    return Processes(numbers[1], numbers[0], numbers[2])
+    return Processes(int(given["RANK"]), int(size), int(given["LOCAL_RANK"]))
 
 
 @contextlib.contextmanager
@@ -179,13 +178,7 @@ def _new_store() -> Any:
     torchrun may keep its store when it starts processes again, and then they would find the addresses of those that
     have ended. On several hosts it makes a new store each time (`--rdzv-backend c10d`), and hosts may not count alike.
     """
-    try:
-        store, _, _ = next(iter(rendezvous("env://", timeout=_TO_MEET)))
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ["MASTER_PORT"]
-        raise UsageError(f"port {port} is in use by another program: give torchrun another --master-port") from error
+    store, _, _ = next(iter(rendezvous("env://", timeout=_TO_MEET)))
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
     return dist.distributed_c10d.PrefixStore(f"purecompose/attempt {attempt}", store)

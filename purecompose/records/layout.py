@@ -1,6 +1,5 @@
 """The files in a run's folder, in TOML, JSON and text, and their content: its settings, starts, records and result."""
 
-import dataclasses
 import json
 import os
 import re
@@ -188,16 +187,6 @@ class Start:
         """Number of batches trained on."""
         return self.until - self.batch
 
-    @staticmethod
-    def of_plain(plain: Mapping[str, Any]) -> "Start":
-        """Return a start from the values of `to_plain`; unknown names are ignored.
-
-        Raises:
-            TypeError, KeyError: The values are not a start.
-        """
-        names = {one.name for one in dataclasses.fields(Start)}
-        return Start(**{name: value for name, value in plain.items() if name in names})
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -315,7 +304,7 @@ def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
         return {}, []
     history = read_json(file)
     try:
-        return history.get("trained") or {}, [Start.of_plain(plain) for plain in history["starts"]]
+        return history.get("trained") or {}, [Start(**plain) for plain in history["starts"]]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: its starts cannot be read: {error}") from error
 

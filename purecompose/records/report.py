@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from purecompose._support.checks import check_flag
 from purecompose._support.tables import breakable, columns, printable
 from purecompose.observers.progress import describe_seconds
-from purecompose.records.curves import evaluation_columns, listed, picture
+from purecompose.records.curves import evaluation_columns, picture
 from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, read_run, write_text
 
 
@@ -128,28 +128,14 @@ def facts_of(run: RunRecords) -> list[Fact]:
     evaluated = set(evaluation_columns(run.records))
     names = [name for name, value in metrics.items() if isinstance(value, int | float | list)]
     names.sort(key=lambda name: 0 if name in evaluated or name.startswith("eval/") else 1 if name == "loss" else 2)
-    facts = [_loss(run, metrics[name]) if name == "loss" else _fact(name, metrics[name]) for name in names]
+    facts = [_fact(name, metrics[name]) for name in names]
     done = (run.result or {}).get("batches", max((start.until for start in run.starts), default=0))
     return [*facts, Fact("batches", number(done)), Fact("wall-clock time", describe_seconds(run.seconds))]
 
 
-def _loss(run: RunRecords, last: Any) -> Fact:
-    """Return the training loss: the mean of the last tenth of the records, because that of one batch is noisy."""
-    losses = [record["loss"] for record in run.records if "loss" in record]
-    newest = losses[-max(len(losses) // 10, 1) :]
-    members = zip(*map(listed, newest), strict=False)
-    means = [statistics.fmean(finite) if (finite := [*filter(math.isfinite, one)]) else math.nan for one in members]
-    if means:
-        last = means if isinstance(newest[-1], list) else means[0]
-    fact = _fact("training loss", last)
-    over = "of the last batch" if len(newest) < 2 else f"mean of the last {len(newest)} records"
-    bad = sum(not all(map(math.isfinite, listed(loss))) for loss in newest)
-    over += f", {bad:,} not finite" if bad else ""
-    return fact._replace(note="; ".join(filter(None, (fact.note, over))))
-
-
 def _fact(name: str, value: Any) -> Fact:
-    return Fact(name, number(value, name), f"median and range of {len(value)}" if isinstance(value, list) else "")
+    note = f"median and range of {len(value)}" if isinstance(value, list) else ""
+    return Fact("loss of the last batch" if name == "loss" else name, number(value, name), note)
 
 
 class _Curves(NamedTuple):

@@ -19,7 +19,7 @@ def after(loss: float) -> pc.State:
 def test_loss_above() -> None:
     assert [loss_above(2.0)(after(loss)) for loss in (1.0, 2.0, 2.5, math.nan)] == [False, False, True, True]
     assert not loss_above(2.0)(make_state())  # before the first batch
-    assert repr(loss_above(2.0)) == "loss_above(2.0)"
+    assert loss_above(2.0).__name__ == "loss_above(2.0)"
 
 
 @pytest.mark.parametrize("field", ["params", "opt_state"])

@@ -1,7 +1,6 @@
 """Whole commands, in this process: results, repeatability, refusals."""
 
 import re
-import socket
 import subprocess
 import sys
 
@@ -267,30 +266,3 @@ def test_several_processes_that_cannot_find_each_other_are_refused(
     monkeypatch.delenv("WORLD_SIZE")
     assert main(["train", "--duration", "1ba", "--shard"]) == 2
     assert "start several by torchrun" in capsys.readouterr().err
-
-
-def test_places_of_processes_that_cannot_be_are_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    wrong = {"RANK": ("2", "x"), "LOCAL_RANK": ("-1",), "MASTER_PORT": ("80x", "99999"), "WORLD_SIZE": ("two",)}
-    for name, value in ((name, value) for name, values in wrong.items() for value in values):
-        for variable, word in {**right, name: value}.items():
-            monkeypatch.setenv(variable, word)
-        assert main(["train", "--duration", "1ba"]) == 2
-        err = capsys.readouterr().err
-        assert f"{name}={value}" in err and err.count("\n") == 1
-
-
-def test_a_port_that_another_program_uses_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("", 0)) as other:
-        port = str(other.getsockname()[1])
-        given = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        assert main(["train", "--duration", "1ba"]) == 2
-    err = capsys.readouterr().err
-    assert f"port {port} is in use by another program: give torchrun another --master-port" in err
-    assert err.count("\n") == 1

@@ -1,6 +1,4 @@
-import dataclasses
 import math
-import statistics
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,7 @@ def test_the_report_contains_all_parts(tmp_path: Path) -> None:
     )
     page = parsed_file(write_report(run, tmp_path / "report.html"))
     for words in (
-        *("made-up", "finished", "98.76%", "0.7642", "f00", "lr", "0.25", "model.width", "16", run.plan),
+        *("made-up", "finished", "98.76%", "0.5", "f00", "lr", "0.25", "model.width", "16", run.plan),
         *("python train.py --seed 3", "2.99", "mixup(alpha=0.2)", "Linear(4, 3)", "75 s", "seed: 0 → 1"),
         *("Started 2026-05-01 10:00 (UTC), continued 1 time. 75 s in all on cpu.", "0.5405 batches / s", "killed"),
     ):
@@ -138,21 +136,11 @@ def test_when_a_run_started_and_how_it_ended(tmp_path: Path) -> None:
         assert words in parsed_file(path).text
 
 
-def test_a_start_is_read_from_plain_values_and_ignores_unknown_ones() -> None:
-    start = at(3, until=9, seconds=2.5, evaluation_seconds=0.5, changed={"seed": [0, 1]})
-    assert Start.of_plain({**dataclasses.asdict(start), "weather": "fine"}) == start
-    assert start.batches == 6
-
-
-def mean_of(losses: range) -> float:
-    return statistics.fmean(2 * math.exp(-i / 40) for i in losses)
-
-
 def test_every_number_has_a_description() -> None:
     run = made_up(batch_40={"train/accuracy": 0.25, "norm": 3.0}, starts=(at(0, until=40, seconds=75.0),))
     assert facts_of(run) == [
         Fact("eval/accuracy", "100.00%"),
-        Fact("training loss", f"{mean_of(range(37, 41)):.4g}", "mean of the last 4 records"),
+        Fact("loss of the last batch", f"{2 * math.exp(-1):.4g}"),
         Fact("train/accuracy", "25.00%"),
         Fact("norm", "3"),
         Fact("batches", "40"),
@@ -161,20 +149,11 @@ def test_every_number_has_a_description() -> None:
 
 
 def test_a_population_has_medians_and_ranges_that_are_labelled_so() -> None:
-    mean = mean_of(range(37, 41))
+    last = 2 * math.exp(-1)
     accuracy, loss, *_ = facts_of(made_up(members=8))
     assert accuracy == Fact("eval/accuracy", "56.25% (12.50% to 100.00%)", "median and range of 8")
-    words = "median and range of 8; mean of the last 4 records"
-    assert loss == Fact("training loss", f"{mean + 3.5:.4g} ({mean:.4g} to {mean + 7:.4g})", words)
-
-
-def test_losses_that_are_not_finite_are_reported() -> None:
-    run = made_up(batch_40={"loss": math.nan}, batch_39={"loss": math.inf})
-    words = "mean of the last 4 records, 2 not finite"
-    assert facts_of(run)[1] == Fact("training loss", f"{mean_of(range(37, 39)):.4g}", words)
-    run = made_up(count=4, members=2, batch_4={"loss": [math.nan, math.nan]})
-    words = "median and range of 2; of the last batch, 1 not finite"
-    assert facts_of(run)[0] == Fact("training loss", "not finite", words)
+    words = f"{last + 3.5:.4g} ({last:.4g} to {last + 7:.4g})"
+    assert loss == Fact("loss of the last batch", words, "median and range of 8")
 
 
 @pytest.mark.parametrize("batch", [40, 30])
@@ -182,5 +161,5 @@ def test_a_result_without_its_records_only_has_known_facts(batch: int) -> None:
     run = made_up(result={"metrics": {"eval/accuracy": 0.5, "loss": 0.25}, "batches": batch})
     assert facts_of(run)[0] == Fact("eval/accuracy", "50.00%")  # the records contain another one
     run.records.clear()
-    assert facts_of(run)[1] == Fact("training loss", "0.25", "of the last batch")
+    assert facts_of(run)[1] == Fact("loss of the last batch", "0.25")
     assert facts_of(run)[2] == Fact("batches", str(batch))
