@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose import batch as batches, random
+from purecompose import random
 from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose.analysis.effects import Ablation, Cell, effects_of, name_of, subsets_of
 from purecompose.analysis.sweeping import population_of
@@ -22,7 +22,7 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.loaders import StateStream, check_batches, describe_data, epoch_batches, own_order
+from purecompose.data.loaders import StateStream, check_batches, describe_data, own_order
 from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.records import RunFolder
 from purecompose.records.layout import read_json, write_json, write_text
@@ -104,19 +104,20 @@ def ablate(
     better = mode_of(metric, None, [evaluate])
     kept = None if folder is None else Path(folder)
     trainer = Trainer(make_step, state, data, evaluate, metric, chosen, kept, sequential)
-    results = _Results(trainer, numbers[0])
-    cells = {name_of(subset, names): subset for subset in subsets}
-    for number, (name, subset) in enumerate(cells.items(), 1):
-        results.train(name, subset, numbers)
+    settings = _settings_of(trainer, numbers[0])
+    values = {} if kept is None else _kept_values(kept, settings)
+    found: dict[frozenset[str], Cell] = {}
+    for number, subset in enumerate(subsets, 1):
+        name = name_of(subset, names)
+        known = values.setdefault(name, {})
+        if missing := [seed for seed in numbers if seed not in known]:
+            known.update(zip(missing, trainer.train(subset, name, missing), strict=True))
+            if kept is not None:
+                write_json(kept / _FILE, {"settings": settings, "cells": values})
+        chosen_names = tuple(one for one in names if one in subset)
+        found[subset] = cell = Cell(name, chosen_names, tuple(known[seed] for seed in numbers))
         if report is not None:
-            mean = sum(results.values[name][seed] for seed in numbers) / len(numbers)
-            report(f"[{number}/{len(cells)}] {name}: {metric} {mean:.5g}")
-    found = {
-        subset: Cell(
-            name, tuple(one for one in names if one in subset), tuple(results.values[name][seed] for seed in numbers)
-        )
-        for name, subset in cells.items()
-    }
+            report(f"[{number}/{len(subsets)}] {name}: {metric} {cell.mean:.5g}")
     effects = effects_of(names, found, better)
     ablation = Ablation(metric, numbers, tuple(found.values()), effects, better, trainer.folder)
     if trainer.folder is not None:
@@ -257,7 +258,7 @@ class Trainer:
             settings = {"methods": [repr(algorithm) for algorithm in step.algorithms], "seeds": list(seeds)}
             path = self.folder / name.replace(" + ", "+").replace(" ", "-") / _seeds_name(seeds)
             with RunFolder(path, settings, resume=True) as run:
-                run.begin(step, start, _first_batch(data, start))
+                run.begin(step, start)
                 fit(
                     step,
                     start,
@@ -284,72 +285,33 @@ _DECISIVE = ("optimizer", "loss", "precision", "program", "microbatches")
 _FILE, _TABLE = "ablation.json", "ablation.txt"
 
 
-class _Results:
-    """The metric of each cell and seed; with a folder, every addition is written to `ablation.json` there.
-
-    Attributes:
-        values: The metric, by cell and seed.
+def _kept_values(folder: Path, settings: Mapping[str, str]) -> dict[str, dict[int, float]]:
+    """Return the metric of each cell and seed in a folder, which is created if necessary.
 
     Raises:
         ValueError: The folder has the results of another ablation; the message names the differences.
         FileExistsError: The folder contains something else.
     """
-
-    def __init__(self, trainer: Trainer, seed: int) -> None:
-        self._trainer, self._settings = trainer, _settings_of(trainer, seed)
-        self.values: dict[str, dict[int, float]] = {}
-        folder = trainer.folder
-        if folder is None:
-            return
-        if not (folder / _FILE).exists():
-            if folder.exists() and any(folder.iterdir()):
-                raise FileExistsError(
-                    f"ablate: folder={str(folder)!r} is not empty and has no {_FILE}; choose another folder"
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-            self._write()
-            return
-        content = read_json(folder / _FILE)
-        _check_repeated(folder, content["settings"], self._settings)
-        for name, values in content["cells"].items():
-            self.values[name] = {int(seed): value for seed, value in values.items()}
-
-    def train(self, name: str, subset: frozenset[str], seeds: Sequence[int]) -> None:
-        """Train the seeds of a cell that have no result."""
-        missing = [seed for seed in seeds if seed not in self.values.get(name, {})]
-        if not missing:
-            return
-        found = self._trainer.train(subset, name, missing)
-        self.values.setdefault(name, {}).update(zip(missing, found, strict=True))
-        if self._trainer.folder is not None:
-            self._write()
-
-    def _write(self) -> None:
-        assert self._trainer.folder is not None
-        write_json(self._trainer.folder / _FILE, {"settings": self._settings, "cells": self.values})
-
-
-def _check_repeated(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if a folder has the results of other settings, with which this call would be mixed."""
+    if not (folder / _FILE).exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise FileExistsError(
+                f"ablate: folder={str(folder)!r} is not empty and has no {_FILE}; choose another folder"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / _FILE, {"settings": settings, "cells": {}})
+    content = read_json(folder / _FILE)
+    saved = content["settings"]
     lines = [
-        f"{name} was {saved.get(name, 'absent')}, and is {now.get(name, 'absent')}"
-        for name in dict.fromkeys((*saved, *now))
-        if saved.get(name) != now.get(name)
+        f"{name} was {saved.get(name, 'absent')}, and is {settings.get(name, 'absent')}"
+        for name in dict.fromkeys((*saved, *settings))
+        if saved.get(name) != settings.get(name)
     ]
     if lines:
         raise ValueError(
             f"ablate: folder={str(folder)!r} contains another ablation: {'; '.join(lines)}. Choose another folder, or "
             "repeat the earlier call"
         )
-
-
-def _first_batch(data: Any, state: State) -> Any:
-    """Return the first batch of a run, or of a population's, on the state's device."""
-    given = (
-        [data.batch(state)] if isinstance(data, StateStream) else epoch_batches(data, state.key.reshape(-1, 2)[0], 0)
-    )
-    batch = next(iter(given))
-    return batches.map_tensors(lambda tensor: tensor.to(state.device), batch)
+    return {name: {int(seed): one for seed, one in cell.items()} for name, cell in content["cells"].items()}
 
 
 def _settings_of(trainer: Trainer, seed: int) -> dict[str, str]:

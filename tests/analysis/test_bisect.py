@@ -57,13 +57,6 @@ def test_a_bad_example_is_named(kind: str, tmp_path: Path) -> None:
     found_in(tmp_path, kind, 200, seed=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("kind", ["label", "scale"])
-def test_a_bad_example_among_5000_batches_is_named(kind: str, seed: int, tmp_path: Path) -> None:
-    found_in(tmp_path, kind, 5000, seed)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """A run of 40 batches, with a bad one in the middle."""

@@ -25,12 +25,6 @@ def test_states_are_those_of_the_run(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMS)
-def test_states_are_those_of_the_run_at_50_batches(name: str, tmp_path: Path) -> None:
-    assert differences(*recorded(FORMS[name](), tmp_path), 50, seed=1) == []
-
-
-@pytest.mark.slow
 def test_states_are_those_of_a_run_of_two_processes(tmp_path: Path) -> None:
     assert in_process_group(differences_of_processes, 2, tmp_path, 50) == [[], []]
 

@@ -33,8 +33,3 @@ def test_ablate_prints_a_table_and_continues_in_its_folder(
 def test_lr_range_suggests_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "lr-range", *SMALL, "--batches", "20", "--high", "0.1")
     assert status == 0 and "suggested lr: " in out
-
-
-def test_wrong_arguments_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, "ablate", *SMALL, "--algorithms", "none")
-    assert status == 2 and "expected methods that are not called all or none" in err and err.count("\n") == 1

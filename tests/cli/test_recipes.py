@@ -34,12 +34,6 @@ def test_a_recipe_for_text_runs_with_its_optimizer_and_batch_size(
     assert "its optimizer has a schedule; leave out --schedule" in capsys.readouterr().err
 
 
-def test_a_recipe_is_a_list_of_methods_like_any_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--recipe", "hot", "--model", "resnet8(width=16)"]) == 0
-    out = capsys.readouterr().out
-    assert all(method.name in out for method in recipe("hot").methods)
-
-
 def test_the_settings_are_the_published_ones() -> None:
     mild, hot = ({method.name: method.config for method in recipe(name).methods} for name in ("mild", "hot"))
     assert mild["label_smoothing"]["smoothing"] == 0.08 and hot["label_smoothing"]["smoothing"] == 0.13
@@ -74,9 +68,3 @@ def test_a_recipe_that_does_not_fit_says_why(
     pathlib.Path("book.txt").write_text("abcdefgh" * 1000)
     assert main(["train", "--recipe", *arguments, "--duration", "4ba", "--quiet"]) == 1
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore:(blurpool|channels_last)")
-def test_a_recipe_fits_where_its_smallest_images_do(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = ("--set", "progressive_resizing.initial_scale=1.0")
-    assert main(["train", "--recipe", "mild", "--model", "mlp", *whole, "--duration", "4ba", "--quiet"]) == 0

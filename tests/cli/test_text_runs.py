@@ -11,11 +11,10 @@ import shlex
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 from purecompose import compose, data, loop_events, losses, optim, to_module
-from purecompose.cli import load_run, main
+from purecompose.cli import main
 from purecompose.cli.settings import read_config
 from purecompose.cli.training import checksum as checksum_of
 from purecompose.core.state import State
@@ -156,15 +155,6 @@ def test_predictions_are_characters(run: Run, trained: pathlib.Path) -> None:
     found = json.loads(run("evaluate", str(trained), "--json")[1])
     share = sum(row["class"] == row["target"] for row in rows) / len(rows)
     assert share == pytest.approx(found["accuracy"], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_predictions_use_averaged_weights(run: Run) -> None:
-    assert run("train", *SHORT, "--algorithms", "ema(smoothing=1.0)", "--out", "a")[0] == 0  # keeps the first weights
-    assert run("train", *SHORT, "--optimizer", "sgd(lr=0.0)", "--out", "b")[0] == 0
-    assert run("predict", "a") == run("predict", "b")
-    live, held = (load_run(one).state.params["net.norm.weight"] for one in ("a", "b"))
-    assert not torch.equal(live, held)
 
 
 @pytest.mark.slow

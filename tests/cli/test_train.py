@@ -40,12 +40,6 @@ def test_a_short_run_learns_and_ends_with_a_table(capsys) -> None:
     assert "\x1b" not in out
 
 
-@pytest.mark.slow
-def test_the_default_run_reaches_98_percent(capsys) -> None:
-    accuracy = re.search(r"test accuracy\W+([\d.]+)%", run(capsys, "train", "--quiet"))
-    assert accuracy is not None and float(accuracy[1]) >= 98.0
-
-
 def test_same_seed_same_bits(capsys) -> None:
     arguments = ("train", "--duration", "1ep", "--quiet", "--model", "mlp")
     first, second = (found_checksum(run(capsys, *arguments)) for _ in range(2))
@@ -189,16 +183,6 @@ def test_an_error_in_a_step_is_one_line_and_status_1(capsys, method: str) -> Non
     with pytest.raises(Exception, match=start.partition(": ")[2] or "mat1 and mat2") as caught:
         main([*arguments, "--traceback"])
     assert type(caught.value).__name__ == start.partition(":")[0]
-
-
-def test_several_lines_of_an_error_become_one(capsys, monkeypatch) -> None:
-    def failing(*_: object, **__: object) -> None:
-        raise ValueError("one\n  two\n\nand much more")
-
-    monkeypatch.setattr("purecompose.cli.training.fit", failing)
-    assert main(["train", "--quiet"]) == 1
-    expected = "python -m purecompose train: error: ValueError: one two (--traceback shows where in the code)\n"
-    assert capsys.readouterr().err == expected
 
 
 def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch) -> None:

@@ -118,15 +118,6 @@ def test_the_speed_leaves_out_the_first_batch_and_evaluation(clock: types.Simple
     assert found[-1]["time/left"] == pytest.approx(10 * 0.25 * (training + evaluating) / training)
 
 
-def test_the_time_left_of_a_resumed_run_is_that_of_the_rest(clock: types.SimpleNamespace) -> None:
-    monitor, state = speed(), make_state("100ba")
-    monitor.observe(Event.FIT_START, at(state, 90))  # type: ignore[attr-defined]
-    for batch in (91, 92, 93):
-        clock.now += 2
-        monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]
-    assert monitor(at(state, 93))["time/left"] == pytest.approx(14)
-
-
 def test_rates_of_a_population_count_the_samples_of_every_member(clock: types.SimpleNamespace) -> None:
     monitor, state = speed(), stack_states([make_state(None)] * 3)
     for batch in (1, 2):

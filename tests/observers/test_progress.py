@@ -64,13 +64,6 @@ def test_the_loss_is_a_running_mean() -> None:
     assert f"loss {mean:.3f}" in file.getvalue().splitlines()[-1]
 
 
-def test_a_run_that_ends_within_an_epoch_has_its_line_and_its_evaluation() -> None:
-    file = io.StringIO()
-    run(Progress(file=file), "6ba")
-    lines = file.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["4/6 ba", "6/6 ba"]
-
-
 def test_a_run_that_was_at_its_end_has_no_line(tmp_path) -> None:
     checkpoints = Checkpoints(tmp_path, background=False)
     run(Progress(file=io.StringIO()), checkpoints=checkpoints)

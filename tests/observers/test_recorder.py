@@ -20,14 +20,13 @@ from purecompose import (
     loop_events,
     metrics,
     optim,
-    population,
     schedule,
     stack_states,
 )
 from purecompose.observers import History, NaNs, Progress, Recorder, learning_rate, memory, progress, speed
 from purecompose.observers.recorder import Due
 from purecompose.time import RunLength, Timestamp
-from tests.observers.observer_helpers import Kept, at, count_reads, make_batches, make_population, make_state
+from tests.observers.observer_helpers import Kept, at, count_reads, make_batches, make_state
 
 
 class Groups:
@@ -49,18 +48,6 @@ class Groups:
     @property
     def records(self) -> list[dict[str, Any]]:
         return [record for group in self.groups for record in group]
-
-
-def test_a_populations_numbers_are_lists() -> None:
-    sink = Groups()
-    evaluator = Evaluator(make_batches(), {"accuracy": metrics.accuracy})
-    step = population(compose(loop_events), 3)
-    fit(step, make_population(3), make_batches(), evaluate=evaluator, observers=Recorder(sink, every="4ba"))
-    assert [sorted(record.keys() - {"batch", "epoch", "time/sample"}) for record in sink.records] == [
-        ["loss"],
-        ["eval/accuracy"],
-    ] * 3
-    assert all(len(record["loss"]) == 3 and len(set(record["loss"])) == 3 for record in sink.records[::2])
 
 
 def test_slow_batches_are_handed_over_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,25 +111,6 @@ def test_numbers_of_monitors_are_in_the_records_of_due_batches() -> None:
     assert sink.records[-1]["two"] == 2
 
 
-def test_monitors_with_observe_get_every_event() -> None:
-    class Watching:
-        def __init__(self) -> None:
-            self.seen: list[Event] = []
-
-        def observe(self, event: Event, state: State) -> None:
-            self.seen.append(event)
-
-        def __call__(self, state: State) -> dict[str, Any]:
-            return {"seen": len(self.seen)}
-
-    sink, watching, seen = Groups(), Watching(), []
-    recorder = Recorder(sink, monitors=[watching])
-    fit(compose(loop_events), make_state("1ep"), make_batches(), observers=[recorder, lambda e, _: seen.append(e)])
-    assert watching.seen == seen
-    # `observe` is called before the monitor's number is requested.
-    assert sink.records[0]["seen"] == seen.index(Event.BATCH_END) + 1
-
-
 def test_a_sink_that_fails_is_tried_again_with_all_that_waits() -> None:
     class Flaky(Groups):
         works = False
@@ -186,16 +154,6 @@ def test_multiples_of_batches_are_due_wherever_the_run_resumes(every: int, start
     expected = [batch for batch in range(start + 1, 41) if batch % every == 0]
     assert due_batches(every, points[start:], first) == expected
     assert due_batches(f"{every}ba", points[start:]) == expected  # in a loop that fires no FIT_START
-
-
-def test_epochs_are_due_at_their_last_batch() -> None:
-    assert due_batches("2ep", walk(20, RunLength("5ep", batches_per_epoch=4))) == [8, 16]
-
-
-def test_samples_and_tokens_are_due_where_a_multiple_is_passed() -> None:
-    points = walk(9, RunLength())
-    assert due_batches("20sp", points) == [3, 5, 8]  # 24, 40 and 64 are the first ones from 20, 40, 60 on
-    assert due_batches("48tok", points) == [2, 4, 6, 8]
 
 
 def test_fractions_of_the_run_are_due_in_its_batches() -> None:

@@ -179,16 +179,6 @@ def test_a_full_disk_brings_one_warning_and_training_goes_on(tmp_path: Path, dis
     assert len(text) <= room and (not text or text.endswith(b"\n"))  # nothing half-written
 
 
-def test_records_that_met_a_full_disk_are_written_when_it_has_room_again(tmp_path: Path, disk: dict[str, int]) -> None:
-    path = tmp_path / "run.jsonl"
-    records = Records(path, group=2)
-    with pytest.warns(RuntimeWarning, match="No space left"):
-        for batch in range(1, 11):
-            disk["room"] = 0 if 3 <= batch < 7 else 10**6
-            records(Event.BATCH_END, at(make_state(), batch))
-    assert [record["batch"] for record in read_records(path)] == list(range(1, 11))
-
-
 def test_a_file_that_holds_no_records_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text("milk\nbread\n")

@@ -28,13 +28,6 @@ def size_of(png: bytes) -> tuple[int, int]:
     return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
 
 
-def test_a_picture_is_wide_enough_and_complete(tmp_path: Path) -> None:
-    path = draw_curves(made_up(), tmp_path / "new" / "curves.png")
-    width, height = size_of(path.read_bytes())
-    assert width >= 1200 and 0.3 < height / width < 1.2
-    assert [file.name for file in path.parent.iterdir()] == ["curves.png"]
-
-
 @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_a_suffix_gives_the_kind_of_picture(tmp_path: Path, suffix: str, start: bytes) -> None:
     assert draw_curves(made_up(), tmp_path / f"curves.{suffix}").read_bytes().startswith(start)
@@ -92,13 +85,6 @@ def test_runs_of_one_name_are_distinguished_by_parent_folders(tmp_path: Path) ->
     text = draw_curves(runs, tmp_path / "both.svg").read_text()
     # Letters are outlines in the file, whose comments contain the text.
     assert "<!-- a/run -->" in text and "<!-- b/run -->" in text
-
-
-def test_all_panels_have_one_horizontal_axis() -> None:
-    figure = figure_of(made_up(), made_up(count=100), x="time/sample")
-    assert len({axes.get_xlim() for axes in figure.axes}) == 1
-    low, high = figure.axes[0].get_xlim()
-    assert low < 0 < 800 < high < 840
 
 
 def test_a_loss_that_falls_far_has_a_logarithmic_axis_and_an_outlier_none() -> None:

@@ -175,13 +175,6 @@ def test_without_matplotlib_everything_else_is_written(tmp_path: Path, monkeypat
     assert "not drawn" in (run.path / "report.html").read_text()
 
 
-def test_a_run_without_records_has_no_curves_and_no_warning(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run"):
-        pass
-    assert "curves.png" not in names_in(tmp_path / "run")
-    assert "no records yet" in (tmp_path / "run" / "report.html").read_text()
-
-
 @pytest.mark.usefixtures("no_pictures")
 def test_files_that_cannot_be_written_cause_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: Any) -> None:
@@ -217,11 +210,6 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="resume=True"):
         RunFolder(tmp_path, {"seed": 2})
     assert read_run(tmp_path).config == {"seed": 1}
-
-
-def test_an_empty_folder_or_hidden_files_are_accepted(tmp_path: Path) -> None:
-    (tmp_path / ".DS_Store").touch()
-    assert not RunFolder(tmp_path, resume=True).is_resumed
 
 
 def test_wrong_arguments_leave_no_folder(tmp_path: Path) -> None:
