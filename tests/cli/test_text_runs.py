@@ -169,7 +169,7 @@ def test_a_methods_warning_is_one_line_and_only_printed_by_the_run(run: Run) -> 
 REFUSED = [
     (["--model", "cnn"], "--model: cnn is a network for images; for text there is gpt"),
     (["--data", "digits"], "--length: digits holds images; --length is for text"),
-    (["--data", "nowhere.txt"], "--data: load_text: there is no file nowhere.txt"),
+    (["--data", "nowhere.txt"], "--data: [Errno 2] No such file or directory: 'nowhere.txt'"),
     (["--data", "latin.txt"], "latin.txt is not UTF-8: byte 2 is 0xfc"),
     (["--length", "500"], "book.txt is too short for windows of 500: it has"),
     (["--length", "0"], "--length: 0: expected a number of characters"),
