@@ -151,7 +151,7 @@ def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
 
 
 def _checked_seeds(seeds: Any) -> tuple[int, ...]:
-    if isinstance(seeds, int) and not isinstance(seeds, bool):
+    if isinstance(seeds, int):
         return tuple(range(check_whole(seeds, "ablate: seeds", 1)))
     numbers = tuple(check_whole(seed, "ablate: seeds", 0) for seed in seeds)
     if not numbers or len(set(numbers)) < len(numbers):
