@@ -76,11 +76,13 @@ def cutmix_batch(
     """
     check_images("cutmix_batch", inputs)
     num, _, height, width = inputs.shape
-    if bbox is None:
-        bbox = cutmix_box(_rng(key), height, width, alpha=alpha, uniform_sampling=uniform_sampling)
+    if bbox is None or indices is None:
+        rng = needed_rng(key, "cutmix_batch", "when bbox or indices are left out")
+        if bbox is None:
+            bbox = cutmix_box(rng, height, width, alpha=alpha, uniform_sampling=uniform_sampling)
+        if indices is None:
+            indices = random.permutation(rng.named("permutation"), num)
     box = _checked_box(bbox, inputs)
-    if indices is None:
-        indices = random.permutation(_rng(key).named("permutation"), num)
     partners = indices.to(inputs.device)
     inside, area = _inside(box, inputs, height, width)
     # Build the mixture first: it rejects partners of the wrong shape with a message about shapes.
@@ -217,10 +219,6 @@ def cutmix(
         traits=frozenset({Trait.MIXES_EXAMPLES}),
         runs_after=(Trait.AUGMENTS_EXAMPLES,),
     )
-
-
-def _rng(key: Tensor | random.Rng | None) -> random.Rng:
-    return needed_rng(key, "cutmix_batch", "when bbox or indices are left out")
 
 
 def _checked_box(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:

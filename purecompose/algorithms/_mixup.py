@@ -214,15 +214,12 @@ def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float
             return 0.0
         if num is None:
             return beta_number(rng, alpha, alpha)
-    shape: tuple[int, ...] = () if num is None else (num,)
-    share = random.beta(for_examples(rng, num), alpha, alpha, shape)
+    if num is None:
+        share = random.beta(rng, alpha, alpha)
+    else:
+        share = random.beta(rng.per_example(torch.arange(num, device=rng.key.device)), alpha, alpha, (num,))
     # The draw is NaN for an alpha of 0, which a member of a population may have.
     return torch.where(alpha > 0, share, 0) if isinstance(alpha, Tensor) else share
-
-
-def for_examples(rng: random.Rng, num: int | None) -> random.Rng:
-    """Return the source of draws for each of `num` examples; with `None`, for the whole batch."""
-    return rng if num is None else rng.per_example(torch.arange(num, device=rng.key.device))
 
 
 def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixture:

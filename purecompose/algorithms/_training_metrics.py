@@ -34,14 +34,6 @@ def _checked_period(reset: Any, where: str) -> Time | None:
     return period
 
 
-def accumulate(metric: Metric, acc: Any, state: State) -> Any:
-    """Return the accumulator with the state's batch added, without gradients."""
-    own = of_loss(metric, state.context.loss)
-    update = counting(own, state.num_examples)
-    with torch.no_grad():
-        return update(acc, batches.map_tensors(Tensor.detach, state.outputs), targets_of_metric(own, state))
-
-
 @factory
 def training_metrics(
     metrics: Mapping[str, Metric | Callable[..., Tensor]] | Sequence[str] = ("accuracy",),
@@ -86,15 +78,20 @@ def training_metrics(
         if event is Event.INIT:
             return state.replace(slots={**state.slots, name: fresh(state)})
         accs = state.slots[name]
+        if event is Event.AFTER_BACKWARD:
+            new = {}
+            for key, metric in chosen.items():
+                own = of_loss(metric, state.context.loss)
+                targets, update = targets_of_metric(own, state), counting(own, state.num_examples)
+                with torch.no_grad():
+                    new[key] = update(accs[key], batches.map_tensors(Tensor.detach, state.outputs), targets)
+            return state.replace(slots={**state.slots, name: new})
         if event is Event.BATCH_END:
             values = {f"train/{key}": metric.compute(accs[key]) for key, metric in chosen.items()}
             return state.replace(metrics={**state.metrics, **values})
-        if event is Event.BATCH_START:
-            assert period is not None
-            begins = _begins(state, period)
-            new = tree.map(lambda zero, acc: torch.where(begins, zero, acc), fresh(state), accs)
-        else:
-            new = {key: accumulate(metric, accs[key], state) for key, metric in chosen.items()}
+        assert period is not None
+        begins = _begins(state, period)
+        new = tree.map(lambda zero, acc: torch.where(begins, zero, acc), fresh(state), accs)
         return state.replace(slots={**state.slots, name: new})
 
     events = [Event.INIT, Event.AFTER_BACKWARD, Event.BATCH_END, *([] if period is None else [Event.BATCH_START])]
