@@ -11,7 +11,7 @@ import purecompose as pc
 from purecompose import algorithms as alg, compose, loop_events, optim
 from purecompose.analysis import RecordedRun, replay
 from purecompose.errors import MismatchError
-from purecompose.testing.worker import in_process_group
+from purecompose.testing.process import in_process_group
 from tests.analysis.forms import FORMS, Form, differences, differences_of_processes, digests, recorded
 from tests.helpers import make_batches, make_mlp, make_state
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop, loop_events, losses, optim
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from tests.helpers import SumOfMeans, assert_close, make_batch, make_mlp, make_state, nt_xent
 
 

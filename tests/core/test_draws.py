@@ -13,7 +13,7 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, population, stack_states
 from purecompose.core.loop import Grad, Microbatches, advance, forward, loss, update
 from purecompose.errors import UnkeyedRandomError
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from purecompose.transforms.population import unstack_states
 from tests.helpers import assert_same, changing, loss_of, make_batch, make_mlp, make_state
 from tests.sampling import one_in

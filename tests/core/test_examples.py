@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, batch as batches, compose, loop_events, losses, optim, tree
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from tests import helpers
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, algorithms as alg, compose, loop_events, on, optim, tree
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from tests.helpers import run_steps
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, data, loop_events, optim
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from purecompose.transforms.population import stack_states, unstack_states
 from tests.helpers import make_batch
 

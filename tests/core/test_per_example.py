@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from purecompose import Event, State, algorithms as alg, compose, loop_events, tree
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from tests.helpers import changing, make_batch, make_mlp, make_state
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, batch as batches, compose, loop_events
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from tests.helpers import make_batch, make_state, nt_xent
 
 

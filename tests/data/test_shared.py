@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from purecompose import tree
-from purecompose.testing.worker import in_process_group
+from purecompose.testing.process import in_process_group
 from tests.data.shared_scenarios import SIZES, epochs, loader, results
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, batch as batches, optim, tree
 from purecompose.core.layout import Layout
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from purecompose.transforms.population import stack_states, unstack_states
 from tests.foreign.foreign_case import Batch, Case
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, losses, metrics
 from purecompose.losses.terms import ignore_index_of
-from purecompose.testing.worker import played
+from purecompose.testing.process import played
 from purecompose.transforms.population import stack_states, unstack_states
 from tests.helpers import changing, make_state
 from tests.sampling import one_in

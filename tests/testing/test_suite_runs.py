@@ -13,12 +13,12 @@ import torch
 
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
-from purecompose.testing import worker
+from purecompose.testing import process
 from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import LawViolation
+from purecompose.testing.process import RemoteError, Unportable, in_new_processes
 from purecompose.testing.suite.runs import pairs_undone, resume_exact
 from purecompose.testing.tasks import TASKS, Task, make_mlp
-from purecompose.testing.worker import RemoteError, Unportable, in_new_processes
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
 from tests.testing.mutants import runs as wrong
@@ -110,7 +110,7 @@ def test_a_run_that_fails_in_the_other_process_breaks_the_law(name: str, found: 
 
 def test_a_run_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_new_processes(abs, [(-1,)]) == [1]  # the fork server runs
-    monkeypatch.setattr(worker, "_LIMIT", 1.0)
+    monkeypatch.setattr(process, "_LIMIT", 1.0)
     with pytest.raises(RemoteError, match="no end after 1 seconds"):
         in_new_processes(time.sleep, [(600,)])
 
@@ -138,7 +138,7 @@ _SCRIPT = """
 import os
 import purecompose.testing as testing
 from purecompose.testing.suite import resume_exact
-from purecompose.testing.worker import in_new_processes
+from purecompose.testing.process import in_new_processes
 assert resume_exact("label_smoothing(0.1)", testing.Case(batches_per_epoch=3))
 print(*in_new_processes(os.getppid, [()]), flush=True)
 """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose._support.shards import whole
 from purecompose.core.ranks import Ranks
-from purecompose.testing.worker import in_process_group
+from purecompose.testing.process import in_process_group
 from tests.helpers import loss_of
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import purecompose as pc
 from purecompose import State, losses, optim
-from purecompose.testing.worker import in_process_group
+from purecompose.testing.process import in_process_group
 
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or os.name != "posix", reason="needs processes and signals")

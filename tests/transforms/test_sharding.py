@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from purecompose.testing.process import in_process_group
 from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.worker import in_process_group
 from tests.transforms.sharded_scenarios import GATHERS, NEEDS_PARTS, SHARDED, facts, results, run, shipped, told
 
 

@@ -25,8 +25,8 @@ from purecompose.core.state import State
 from purecompose.testing.attempt import is_refusal
 from purecompose.testing.case import COMPANY, Case, Subject
 from purecompose.testing.law import Broken, NotJudged, define_law, never_acts
+from purecompose.testing.process import Unportable, in_process_group, played
 from purecompose.testing.record import LASTING, Watched, begun, closed, compare, opened, run
-from purecompose.testing.worker import Unportable, in_process_group, played
 from purecompose.time.event import Event
 from purecompose.time.predicates import every, on
 from purecompose.transforms.compilation import compile as compile_step

@@ -23,7 +23,14 @@ from purecompose.run.fit import fit
 from purecompose.run.saving.checkpoint import load, save
 from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.process import elsewhere, ignoring_missing_terms, process_settings
+from purecompose.testing.process import (
+    RemoteError,
+    Unportable,
+    elsewhere,
+    ignoring_missing_terms,
+    in_new_processes,
+    process_settings,
+)
 from purecompose.testing.record import (
     Act,
     Watched,
@@ -36,7 +43,6 @@ from purecompose.testing.record import (
     snapshot,
 )
 from purecompose.testing.suite.contract import watching_others
-from purecompose.testing.worker import RemoteError, Unportable, in_new_processes
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 

@@ -10,7 +10,7 @@ import torch
 
 import purecompose as pc
 from purecompose.errors import CheckpointError
-from purecompose.testing.worker import in_process_group
+from purecompose.testing.process import in_process_group
 from tests.run.saving.together_scenarios import results, step_and_state
 from tests.transforms.parallel_scenarios import told
 
