@@ -24,7 +24,6 @@ from purecompose.run.evaluation import Evaluator, Observer
 from purecompose.run.fit import start_of_run
 from purecompose.run.outer import Run, Settings
 from purecompose.run.rules import Adjuster, Stopper, with_modes
-from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
 from purecompose.run.saving.comparison import describe, differences, environment, listed
 from purecompose.run.saving.files import time_from_plain
@@ -68,8 +67,7 @@ class RecordedRun:
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, or `path` is a URL.
-        FileNotFoundError: There is no checkpoint in the folder.
-        DamagedError, CheckpointError: A checkpoint cannot be read.
+        FileNotFoundError, CheckpointError: There is no checkpoint in the folder, or none can be read.
 
     Example::
 
@@ -89,8 +87,6 @@ class RecordedRun:
     strict: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.path, Checkpoints):
-            object.__setattr__(self, "path", self.path.folder)
         if not isinstance(self.step, Step) or not isinstance(self.state, State):
             came = f"{shown(self.step)}, {shown(self.state)}"
             raise TypeError(f"RecordedRun(path, step, state, data): expected a Step and a State, got {came}")

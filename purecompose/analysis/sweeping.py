@@ -1,8 +1,5 @@
 """Experiments with the values of named scalars: `sweep`, which trains a population with one compiled graph for all
 settings, and the learning-rate range test.
-
-References:
-    Smith, Cyclical learning rates for training neural networks, 2017, arXiv:1506.01186, section 3.3.
 """
 
 import dataclasses

@@ -412,7 +412,7 @@ def image_samples(
     def values(made: Any) -> dict[str, Image]:
         return {name: Image(_grid(_images(made), num_columns))}
 
-    return _Samples("image_samples", make, values, every, name)
+    return _Samples("image_samples", make, values, every)
 
 
 def text_samples(
@@ -450,24 +450,15 @@ def text_samples(
                 raise TypeError(f"text_samples: expected make(net) to return a str or several, got {shown(made)}")
         return {f"{name}/{i}": text for i, text in enumerate(texts)}
 
-    return _Samples("text_samples", make, values, every, name)
+    return _Samples("text_samples", make, values, every)
 
 
 class _Samples:
     """A monitor that is due less often than the recorder that calls it."""
 
     def __init__(
-        self,
-        where: str,
-        make: Callable[[nn.Module], Any],
-        values: Callable[[Any], Mapping[str, Any]],
-        every: Any,
-        name: Any,
+        self, where: str, make: Callable[[nn.Module], Any], values: Callable[[Any], Mapping[str, Any]], every: Any
     ) -> None:
-        if not callable(make):
-            raise TypeError(f"{where}: make: expected a function (net) -> samples, got {shown(make)}")
-        if not isinstance(name, str):
-            raise TypeError(f"{where}: name: expected a str, got {shown(name)}")
         self._make, self._values, self._due = make, values, Due(every, f"{where}: every")
 
     def observe(self, event: Event, state: State) -> None:

@@ -148,13 +148,13 @@ class Sink(Protocol):
 class Recorder:
     """An observer that passes one record for each batch that is due and one for each evaluation to a sink.
 
-    Records have the form of `History`'s: `batch` and `epoch`, then `time/sample` and `time/token` (if there are
-    tokens), then the loss and the metrics of a batch with the values of the monitors, or the metrics of an evaluation.
+    Records have the form of `History`'s, with `time/sample`, `time/token` (if there are tokens), and the values of the
+    monitors in those of batches.
 
     Values stay on the device until a group is passed on, so no batch waits for one. That happens when `group` records
     wait, or after `seconds`; at the end of evaluations, at EPOCH_CHECKPOINT and FIT_END; and when `flush` is called. If
-    the process is killed, the waiting records are lost, at most one group. An exception loses nothing: the rest is
-    passed on when the recorder is closed or deleted, at the latest when Python exits.
+    the process is killed, the waiting records are lost. After an exception they are passed on when the recorder is
+    closed or deleted.
 
     If a sink raises `OSError` (a full disk, no network), there is one warning, and training continues. The records wait
     and are passed again with the next group.

@@ -50,12 +50,10 @@ class MLflow(Recorder):
 
     Args:
         run_id: The MLflow run; by default the active run, or a new one when training starts.
-        client: An `MlflowClient`; by default one for the configured tracking server. Needs a `run_id`.
         **options: `every`, `monitors`, `group` and `seconds`; see `Recorder`.
 
     Raises:
         ImportError: MLflow is not installed.
-        TypeError: A client is given without a `run_id`.
 
     Example::
 
@@ -63,10 +61,8 @@ class MLflow(Recorder):
             fit(step, state, data, observers=tracker)
     """
 
-    def __init__(self, run_id: str | None = None, *, client: Any = None, **options: Any) -> None:
-        if client is not None and run_id is None:
-            raise TypeError("MLflow: a client needs a run: pass run_id=client.create_run(...).info.run_id")
-        super().__init__(_MlflowRun(run_id, client), **options)
+    def __init__(self, run_id: str | None = None, **options: Any) -> None:
+        super().__init__(_MlflowRun(run_id), **options)
 
 
 class WandB(Recorder):
@@ -223,9 +219,9 @@ class _MlflowRun(_Run):
     # Maximal number of metrics that the server accepts in one request.
     most = 1000
 
-    def __init__(self, run_id: str | None, client: Any) -> None:
+    def __init__(self, run_id: str | None) -> None:
         super().__init__(None)
-        self._mlflow, self._run_id, self._client = _library("MLflow", "mlflow"), run_id, client
+        self._mlflow, self._run_id = _library("MLflow", "mlflow"), run_id
 
     def begin(self, batch: int) -> None:
         with self._errors_as_os_errors():
@@ -245,7 +241,7 @@ class _MlflowRun(_Run):
                 client.log_batch(run_id, metrics=metrics[start : start + self.most])
 
     def _open(self) -> Any:
-        client = self._client or self._mlflow.MlflowClient()
+        client = self._mlflow.MlflowClient()
         if self._run_id is not None:
             return client, self._run_id, False
         active = self._mlflow.active_run()

@@ -39,10 +39,9 @@ def draw_curves(
 ) -> Path:
     """Draw the curves of one run, or compare several runs.
 
-    There is a panel for the training loss, for each metric of evaluations and of training, for the learning rate and
-    for the throughput, as far as such numbers exist. With many batches, a mean over a thirtieth of them is drawn over
-    the faint original numbers. Populations are drawn as the median member in a band from the lowest to the highest.
-    Numbers that are not finite leave gaps, which the panel mentions.
+    There are panels for the training loss, metrics, the learning rate and the throughput, as far as such numbers exist.
+    With many batches, a mean over a thirtieth of them is drawn over the faint original numbers. A population is drawn
+    as the median member in a band from the lowest to the highest. Numbers that are not finite leave gaps.
 
     Args:
         runs: One or several runs: their folders, or results of `read_run`.
@@ -319,10 +318,7 @@ def _draw_series(axes: Any, series: Series, style: dict[str, Any], is_noisy: boo
 
 
 def _limit(axes: Any, panel: Panel) -> None:
-    """Set vertical limits: a throughput starts at 0, and losses that fall by a factor of more than 30 are logarithmic.
-
-    A few outliers among losses do not flatten the rest into a line.
-    """
+    """Start a throughput at 0, and draw losses that fall by a factor of more than 30 logarithmically."""
     values = torch.cat([one.spread.flatten() for one in panel.series])
     values = values[values.isfinite()]
     if not len(values):
@@ -331,17 +327,8 @@ def _limit(axes: Any, panel: Panel) -> None:
         return
     if panel.kind == "speed":
         axes.set_ylim(bottom=0)
-    if panel.kind != "loss":
-        return
-    ordered = values.sort().values.tolist()
-    usual = ordered[-1 - len(ordered) // 25]
-    is_cut = 0 < 10 * usual < ordered[-1]
-    high = 1.2 * usual if is_cut else ordered[-1]
-    if ordered[0] > 0 and high / ordered[0] > 30:
+    if panel.kind == "loss" and 0 < 30 * values.min() < values.max():
         axes.set_yscale("log")
-        axes.set_ylim(ordered[0] / 1.3, 1.3 * high)
-    elif is_cut:
-        axes.set_ylim(ordered[0] - 0.06 * (high - ordered[0]), high)
 
 
 def _dress(axes: Any, panel: Panel, *, is_counted: bool) -> None:

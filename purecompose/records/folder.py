@@ -81,15 +81,13 @@ class RunFolder:
     | `result.json` | after the run: the last metrics, batches, seconds |
     | `curves.png`, `report.html` | after the run: curves, and one page with everything |
 
-    Each file is written completely or not at all. After the first batch, a full disk, a missing matplotlib or a picture
-    that cannot be drawn causes a warning, and everything else is written. When a run continues, nothing in its folder
-    changes until its checkpoint is known to fit, and settings, versions and plan change only after a batch has been
-    trained with them: a run that was already at its end keeps its own, and only what its folder lacks is written.
+    Each file is written completely or not at all. After the first batch, a full disk or a missing matplotlib causes a
+    warning, and everything else is written. When a run continues, nothing in its folder changes until its checkpoint is
+    known to fit; settings, versions and plan change only after a batch has been trained with them.
 
-    One process at a time owns the folder, from the constructor to `finish` or `stop`, or until it is killed.
-
-    As a context manager it calls `finish` at the end, and `stop` if an exception ends the run. A signal or Ctrl-C ends
-    it without pictures, so that the process ends at once; `write_report` and `draw_curves` draw them later.
+    One process at a time owns the folder, from the constructor to `finish` or `stop`, or until it is killed. As a
+    context manager it calls `finish` at the end, and `stop` if an exception ends the run; a signal or Ctrl-C ends it
+    without pictures, which `write_report` and `draw_curves` draw later.
 
     Args:
         path: The folder; it is created if necessary.
@@ -109,9 +107,7 @@ class RunFolder:
     Raises:
         FileExistsError: The folder contains a run, but `resume` is not given; or it contains something else.
         BlockingIOError: Another process uses the folder.
-        NotADirectoryError: The path is a file.
-        TypeError, ValueError: A setting or another argument has the wrong kind.
-        OSError: The folder cannot be created.
+        TypeError, ValueError, OSError: An argument has the wrong kind, or the folder cannot be created.
 
     Warns:
         RuntimeWarning: The folder cannot be locked, as on some file systems, so another process could use it.

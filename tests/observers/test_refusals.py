@@ -60,7 +60,6 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Profile("traces", wait=1.5), TypeError, "Profile: wait"),  # pyright: ignore
     (lambda: learning_rate(0.1), TypeError, "names of settings"),  # pyright: ignore
     (lambda: speed(0), ValueError, "speed: window"),
-    (lambda: image_samples(torch.ones(2)), TypeError, "image_samples: make"),  # pyright: ignore
     (lambda: image_samples(id, num_columns=0), ValueError, "image_samples: num_columns"),  # pyright: ignore
     (lambda: text_samples(str, every="often"), ValueError, "text_samples: every"),
     (lambda: text_samples(str, every="1ba")(at(make_population(2), 1)), ValueError, "single state"),
@@ -69,7 +68,6 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: sampled(lambda net: 3, text_samples), TypeError, "a str or several"),
     (lambda: Image(torch.ones(2, 2, 3)), TypeError, "Image: expected a uint8"),
     (lambda: TensorBoard(), TypeError, "expected either a folder"),
-    (lambda: MLflow(client=object()), TypeError, "run_id"),
     (lambda: WandB("digits"), TypeError, r"WandB: expected a run of wandb or settings={...}, got 'digits'"),
 ]
 

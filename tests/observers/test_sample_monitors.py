@@ -100,16 +100,13 @@ def test_tracking_services_get_texts_and_images(monkeypatch: pytest.MonkeyPatch)
     as_file = types.SimpleNamespace(Image=lambda x: ("png", x.shape))
     monkeypatch.setitem(sys.modules, "wandb", as_file)  # type: ignore[arg-type]
     mlflow = types.SimpleNamespace(
+        MlflowClient=lambda: fake("log_batch", "log_text", "log_image"),
         entities=types.SimpleNamespace(Metric=lambda *args: args),
         exceptions=types.SimpleNamespace(MlflowException=RuntimeError),
     )
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
 
-    recorders = [
-        TensorBoard(writer=fake("add_scalar", "add_text", "add_image")),
-        WandB(fake("log")),
-        MLflow("id", client=fake("log_batch", "log_text", "log_image")),
-    ]
+    recorders = [TensorBoard(writer=fake("add_scalar", "add_text", "add_image")), WandB(fake("log")), MLflow("id")]
     image = Image(torch.zeros(2, 4, 3, dtype=torch.uint8))
     found = {}
     for recorder in recorders:

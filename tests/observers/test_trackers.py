@@ -158,8 +158,8 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 def test_mlflow_gets_batches_of_metrics(mlflow: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("purecompose.observers.trackers._MlflowRun.most", 5)
-    client = FakeClient()
-    expected = run(MLflow("run-1", client=client))
+    client = mlflow.client
+    expected = run(MLflow("run-1"))
     assert {run_id for run_id, _ in client.requests} == {"run-1"}
     assert all(len(sent) <= 5 for _, sent in client.requests)
     sent = [(one.key, one.value, one.step) for _, request in client.requests for one in request]
