@@ -10,6 +10,7 @@ earlier ones.
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -151,6 +152,7 @@ def _listed(request: Request) -> str:
 _STORED_KEY = (0, 0)
 
 
+@dataclass(eq=False, repr=False)
 class Loader:
     """A data set of single samples, and how it is read. Created by `loader`.
 
@@ -159,21 +161,23 @@ class Loader:
     training. `len` counts batches per epoch.
 
     Attributes:
-        dataset: The data set.
+        samples: What makes a batch of some samples.
+        reader: What reads such batches, in this process or in workers.
         batch_size: Samples per batch; the last batch of an epoch may be smaller.
         shuffle: True if `epoch` permutes; otherwise every epoch has the stored order.
         drop_last: True if a smaller last batch is left out, in `epoch` and in plain iteration.
-        samples: What makes a batch of some samples.
-        reader: What reads such batches, in this process or in workers.
     """
 
-    def __init__(self, samples: Samples, reader: Reader, batch_size: int, shuffle: bool, drop_last: bool) -> None:
-        self.dataset: Any = samples.dataset
-        self.batch_size: int = batch_size
-        self.shuffle: bool = shuffle
-        self.drop_last: bool = drop_last
-        self.samples: Samples = samples
-        self.reader: Reader = reader
+    samples: Samples
+    reader: Reader
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+
+    @property
+    def dataset(self) -> Any:
+        """The data set."""
+        return self.samples.dataset
 
     @property
     def num_examples(self) -> int:

@@ -39,6 +39,7 @@ def describe(state: State, step: Step | None = None) -> dict[str, Any]:
     """Return the static part of a state, and of the step that trains it, as plain values."""
     context = state.context
     loss = context.loss
+    scalars = [context.optimizer, *(dict(algorithm.config) for algorithm in (() if step is None else step.algorithms))]
     words = {
         "model": architecture(context.model),
         "eval_mode": list(context.model.evaluated_parts),
@@ -51,14 +52,15 @@ def describe(state: State, step: Step | None = None) -> dict[str, Any]:
         "initialised": list(context.initialised),
         "required": list(context.required),
         "settings": dict(context.settings),
-        "hparams": {hparam.name: hparam.default for hparam in collect((context.optimizer, _settings(step)), Hparam)},
+        "hparams": {hparam.name: hparam.default for hparam in collect(scalars, Hparam)},
     }
     if step is None:
         return words
+    size = step.microbatch_size
     return {
         **words,
         "program": _EVENT.sub(r"\1", _words(undivided(step.program))),
-        "microbatches": _cut(step),
+        "microbatches": str(step.microbatches or 1) if size is None else f"of at most {size} examples",
         "algorithms": {algorithm.name: _words(algorithm) for algorithm in step.algorithms},
     }
 
@@ -193,15 +195,6 @@ def listed(text: str, lines: list[str], hint: str = "") -> str:
     shown = [f"\n  {line}" for line in lines[:_MOST_LINES]]
     more = [f"\n  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     return "".join([f"{text}:", *shown, *more, f"\n{hint}" if hint else ""])
-
-
-def _settings(step: Step | None) -> list[dict[str, Any]]:
-    return [] if step is None else [dict(algorithm.config) for algorithm in step.algorithms]
-
-
-def _cut(step: Step) -> str:
-    size = step.microbatch_size
-    return str(step.microbatches or 1) if size is None else f"of at most {size} examples"
 
 
 def _words(thing: Any) -> str:

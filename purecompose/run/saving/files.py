@@ -114,6 +114,11 @@ def _is_spec(text: object) -> bool:
     return isinstance(text, str) and bool(Spec.of_text(text))
 
 
+def _is_span(rows: object) -> bool:
+    """Return whether a value is the first row of a tensor in a file, and the row after the last."""
+    return isinstance(rows, list) and len(rows) == 2 and all(map(is_count, rows))
+
+
 _TIME = {**dict.fromkeys(_COUNTERS, is_count), **{"duration": (str, None), "batches_per_epoch": (is_count, None)}}
 _MEMORY = {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "*": object}
 _FORMS: dict[str, Any] = {
@@ -126,7 +131,7 @@ _FORMS: dict[str, Any] = {
     "environment": {"*": object},
     "tensors": {"*": _is_spec},
     "values": {"*": PLAIN},
-    "files": {"*": {"bytes": is_count, "sha256": str, "rows?": {"*": [is_count]}}},
+    "files": {"*": {"bytes": is_count, "sha256": str, "rows?": {"*": _is_span}}},
     "metrics": {"*": (is_numbers, *PLAIN)},
     "memory": {**_MEMORY},
 }
@@ -216,7 +221,7 @@ class SavedTensors(Mapping[str, Tensor]):
             raise DamagedError(f"{path}: its index lists {', '.join(names) or 'no files'} as files of tensors")
         self._parts: dict[str, list[_Part]] = {}
         for file in names:
-            for name, (start, stop) in _rows_in(path, index.files[file]).items():
+            for name, (start, stop) in index.files[file].get("rows", {}).items():
                 self._parts.setdefault(name, []).append(_Part(start, stop, file))
         for name, text in index.tensors.items():
             parts = self._parts[name] = sorted(self._parts.get(name, [_Part(0, _UNDIVIDED, names[0])]))
@@ -273,14 +278,6 @@ def _are_all_rows(parts: list[_Part], shape: tuple[int, ...]) -> bool:
     """Return whether each part of a tensor begins where the one before it ends, and the last one ends with it."""
     starts, stops = [part.start for part in parts], [part.stop for part in parts]
     return [*starts, *shape[:1]] == [0, *stops]
-
-
-def _rows_in(path: Path, report: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the first row of each divided tensor in a file, and the row after the last."""
-    rows = report.get("rows", {})
-    if any(len(span) != 2 for span in rows.values()):
-        raise DamagedError(f"{path}: its index does not describe which rows are in which file")
-    return rows
 
 
 def check_files(path: Path, index: Index) -> None:

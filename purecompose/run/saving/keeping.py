@@ -275,16 +275,13 @@ class Keeper:
 
     def report_missing(self, now: Timestamp) -> None:
         """Warn if the final state of a run is not in a checkpoint."""
-        if self._failure is not None and not self._is_saved(now):
+        if self._failure is not None and (self.written is None or self.written[1] != now):
             target = self.folder / disk.name_at(now)
             warn(
                 f"the last state of the run is in no checkpoint: {target} could not be written "
                 f"({_cause_of(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
                 CheckpointWarning,
             )
-
-    def _is_saved(self, now: Timestamp) -> bool:
-        return self.written is not None and self.written[1] == now
 
     def settle(self) -> None:
         """Wait until everything so far is written."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import tree
+from purecompose._support.files import misfit
 from purecompose._support.messages import warn
 from purecompose._support.objects import in_words
 from purecompose._support.shards import is_shard
@@ -169,9 +170,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None, dict[str, st
         model, settings = (json.loads(metadata.get(key, "null")) for key in (_MODEL, _SETTINGS))
     except (package.SafetensorError, ValueError, RuntimeError) as error:
         raise DamagedError(f"{file} cannot be read as safetensors: {error}") from error
-    for key, value, kind in ((_MODEL, model, list), (_SETTINGS, settings, dict)):
-        words = [*value.values()] if isinstance(value, dict) else value
-        if value is not None and not (isinstance(value, kind) and all(isinstance(word, str) for word in words)):
+    for key, value, form in ((_MODEL, model, [str]), (_SETTINGS, settings, {"*": str})):
+        if misfit(value, (form, None), key) is not None:
             raise DamagedError(f"{file}: the entry {key} of its metadata does not describe a model")
     return found, model, settings
 
