@@ -5,11 +5,11 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TextIO
+from typing import Annotated, Any, Literal, NamedTuple
 
 from purecompose import batch as batches
 from purecompose._support.messages import is_remote, say, with_urls
@@ -22,6 +22,7 @@ from purecompose.data import Arrays, TextData
 from purecompose.errors import CheckpointWarning
 from purecompose.losses import metrics
 from purecompose.records import draw_curves, read_run
+from purecompose.records.report import number
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
 from purecompose.run.saving import load, newest
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in
@@ -204,13 +205,7 @@ def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", json: bool = False)
         return
     width = max(map(len, reported))
     for name, value in reported.items():
-        say(f"{name:<{width}}  {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_shown, value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+        say(f"{name:<{width}}  {number(value, name)}")
 
 
 def predict(kept: KeptRun, *, checkpoint: Which = "newest", out: File | None = None) -> None:
@@ -232,7 +227,9 @@ def predict(kept: KeptRun, *, checkpoint: Which = "newest", out: File | None = N
     with arithmetic_of(settings):
         run = _at_checkpoint(kept.run, checkpoint, settings, data)
         rows = list(_predicted(run))
-    with _opened(out) as file:
+    with reported_as("--out"):
+        opened = nullcontext(sys.stdout) if out is None else Path(out).open("w", newline="", encoding="utf-8")
+    with opened as file:
         writer = csv.writer(file)
         writer.writerow(["index", "class", "probability", "target"])
         writer.writerows([index, found, f"{share:.6f}", target] for index, (found, share, target) in enumerate(rows))
@@ -250,18 +247,6 @@ def _predicted(run: _Trained) -> Iterator[tuple[Any, float, Any]]:
         shares, classes = (found.flatten().tolist() for found in outputs.softmax(1).max(1))
         targets = batches.get(batch, run.state.context.target_field).flatten().tolist()
         yield from zip([named[one] for one in classes], shares, [named[one] for one in targets], strict=True)
-
-
-@contextmanager
-def _opened(path: str | None) -> Iterator[TextIO]:
-    """Open a file to write to, or return standard output."""
-    if path is None:
-        yield sys.stdout
-        return
-    with reported_as("--out"):
-        file = Path(path).open("w", newline="", encoding="utf-8")
-    with file:
-        yield file
 
 
 def plot(

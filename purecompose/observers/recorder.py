@@ -121,9 +121,6 @@ class History:
             raise KeyError(f"no record has {name!r}; there are {', '.join(known) or 'no records yet'}")
         return [record["batch"] for record in found], [record[name] for record in found]
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def _read(self) -> None:
         read(self._records[len(self._records) - self._unread :])
         self._unread = 0

@@ -6,7 +6,6 @@ This module collects the content; `report.html.jinja` and `page.css` define the 
 import base64
 import math
 import os
-import re
 import statistics
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from purecompose._support.checks import check_flag
 from purecompose._support.tables import breakable, columns, printable
@@ -229,7 +228,7 @@ def _write_page(path: str | os.PathLike[str], content: dict[str, Any]) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"breakable": _marked(breakable), "unbroken_options": _unbroken_options}
+    environment.filters["breakable"] = _marked(breakable)
     environment.globals["columns"] = _marked(columns)
     target = Path(path)
     write_text(target, environment.get_template("report.html.jinja").render(content))
@@ -239,12 +238,6 @@ def _write_page(path: str | os.PathLike[str], content: dict[str, Any]) -> Path:
 def _marked(fn: Callable[..., str]) -> Callable[..., Markup]:
     """Return a function whose result is HTML and is not escaped again."""
     return lambda *args, **options: Markup(fn(*args, **options))
-
-
-def _unbroken_options(command: str) -> Markup:
-    """Return a command without line breaks inside its options."""
-    option = r"(?<!\S)--?[\w-]{1,30}(?!\S)"
-    return Markup(re.sub(option, r'<span class="whole">\g<0></span>', str(escape(_printable(command)))))
 
 
 def _printable(value: Any) -> Any:

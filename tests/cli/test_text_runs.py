@@ -34,17 +34,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(run: Run) -> Run:
     """Run commands in a folder with a text; return status, output and error output."""
-    monkeypatch.chdir(tmp_path)
     pathlib.Path("book.txt").write_text(TEXT)
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        status = main(list(arguments))
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return command
+    return run
 
 
 @pytest.fixture(scope="module")
