@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import purecompose as pc
-from purecompose import algorithms as alg, functional, surgery
+from purecompose import algorithms as alg, functional
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.functional import apply_surgery
 from purecompose.nn import models
@@ -142,11 +142,3 @@ def test_new_weights_only_depend_on_the_key() -> None:
 def test_other_methods_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected a method that replaces modules, got mixup\("):
         apply_surgery(convolutional(), alg.mixup())
-
-
-def test_operate_takes_modules_and_reports() -> None:
-    net: Any
-    net, report = surgery.operate(nn.Sequential(nn.ReLU()), {nn.ReLU: lambda relu, site: nn.GELU()}, name="mine")
-    assert repr(net[0]) == repr(nn.GELU()) and report.replaced == ("0",)
-    with pytest.raises(TypeError, match="key is for a module"):
-        surgery.operate(make_state(), {}, name="mine", key=1)  # pyright: ignore[reportArgumentType]

@@ -14,18 +14,24 @@ from torch.nn import functional as F
 from purecompose.errors import UnkeyedRandomError
 from purecompose.nn.keyed.modules import detect, keyed
 from purecompose.random.keys import Rng, fold_in, key, split
-from tests.nn.keyed.module_helpers import Fn, images, seeded, sequences
+from tests.nn.keyed.module_helpers import (
+    DECODER,
+    ENCODER,
+    GRU,
+    LSTM,
+    LSTM_SEQUENCE_FIRST,
+    MHA,
+    RELU_RNN,
+    RNN,
+    Fn,
+    images,
+    run,
+    seeded,
+    sequences,
+)
 
 
-MHA = seeded(lambda: nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True))
 MHA_SEQUENCE_FIRST = seeded(lambda: nn.MultiheadAttention(8, 2, dropout=0.4))
-ENCODER = seeded(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.4, batch_first=True))
-DECODER = seeded(lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0.4, batch_first=True))
-LSTM = seeded(lambda: nn.LSTM(8, 5, 3, dropout=0.4, batch_first=True, bidirectional=True, proj_size=3))
-LSTM_SEQUENCE_FIRST = seeded(lambda: nn.LSTM(8, 5, 2, dropout=0.4))
-GRU = seeded(lambda: nn.GRU(8, 5, 2, dropout=0.4, batch_first=True))
-RNN = seeded(lambda: nn.RNN(8, 5, 2, dropout=0.4, batch_first=True, bias=False))
-RELU_RNN = seeded(lambda: nn.RNN(8, 5, 2, dropout=0.4, batch_first=True, nonlinearity="relu"))
 
 
 def attend(x: Tensor, need_weights: bool) -> Tensor:
@@ -108,12 +114,6 @@ DRAWS: dict[str, Fn] = {
 }
 CASES = DIFFERENTIABLE | DRAWS
 every_case = pytest.mark.parametrize("name", CASES)
-
-
-def run(fn: Fn, x: Tensor, rng: Rng | None = None, **place: Any) -> Tensor:
-    rng = Rng(key(0)) if rng is None else rng
-    with keyed(rng, **{"num_examples": len(x)} | place), detect():
-        return fn(x)
 
 
 @every_case

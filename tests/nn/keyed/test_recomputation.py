@@ -11,21 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from purecompose.errors import UnkeyedRandomError
-from purecompose.nn.keyed.modules import checkpoint, detect, keyed
+from purecompose.nn.keyed.modules import checkpoint, keyed
 from purecompose.random.keys import Rng, key, split
-
-
-Fn = Callable[[Tensor], Tensor]
-
-
-def images(n: int = 6) -> Tensor:
-    return torch.linspace(-2.0, 2.0, n * 4 * 36, dtype=torch.float64).sin().reshape(n, 4, 6, 6)
-
-
-def run(fn: Fn, x: Tensor, rng: Rng | None = None, **place: Any) -> Tensor:
-    rng = Rng(key(0)) if rng is None else rng
-    with keyed(rng, **{"num_examples": len(x)} | place), detect():
-        return fn(x)
+from tests.nn.keyed.module_helpers import images, run
 
 
 class Block(nn.Module):
