@@ -25,29 +25,6 @@ NumStages: TypeAlias = Annotated[int | None, Within(2, hint="the last stage begi
 
 
 @checked
-def frozen_share(
-    elapsed: Elapsed, *, freeze_start: Start = 0.5, freeze_level: Level = 1.0, num_stages: NumStages = 8
-) -> float:
-    """Return the share of layers to freeze at a point of a run.
-
-    Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 if training continues.
-        freeze_start, freeze_level, num_stages: See `layer_freezing`.
-
-    Returns:
-        A number in [0, freeze_level], which never decreases as the run continues.
-
-    Example:
-        >>> [frozen_share(elapsed) for elapsed in (0.5, 0.55, 0.6, 0.75, 1)]
-        [0.0, 0.0, 0.125, 0.5, 1.0]
-    """
-    if elapsed <= freeze_start:
-        return 0.0
-    gone = 1.0 if elapsed >= 1 else (elapsed - freeze_start) / (1 - freeze_start)
-    return freeze_level * (gone if num_stages is None else _whole(num_stages * gone) / num_stages)
-
-
-@checked
 def layers_of(module: nn.Module, frozen: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
     """Return the names of the trainable parameters, layer by layer, in the order of definition of the layers.
 
@@ -103,7 +80,7 @@ def frozen_layers(
         >>> frozen_layers(net, 0.8)
         ('0.weight', '0.bias')
     """
-    share = frozen_share(elapsed, freeze_start=freeze_start, freeze_level=freeze_level, num_stages=num_stages)
+    share = _share(elapsed, freeze_start=freeze_start, freeze_level=freeze_level, num_stages=num_stages)
     return tuple(name for layer in _first(layers_of(module), share) for name in layer)
 
 
@@ -171,7 +148,7 @@ def layer_freezing(
         Layers. 2017. https://arxiv.org/abs/1706.04983
     """
     patterns = None if where is None else tuple(where)
-    share_at = partial(frozen_share, freeze_start=freeze_start, freeze_level=freeze_level, num_stages=num_stages)
+    share_at = partial(_share, freeze_start=freeze_start, freeze_level=freeze_level, num_stages=num_stages)
 
     def apply(event: Event, state: State) -> State:
         del event
@@ -184,6 +161,14 @@ def layer_freezing(
 
     is_neutral = freeze_level == 0 or freeze_start == 1
     return Algorithm(name, NEVER if is_neutral else on(Event.BATCH_START) & after(freeze_start), apply, host=True)
+
+
+def _share(elapsed: float, *, freeze_start: float, freeze_level: float, num_stages: int | None) -> float:
+    """Return the share of layers to freeze at a point of a run."""
+    if elapsed <= freeze_start:
+        return 0.0
+    gone = 1.0 if elapsed >= 1 else (elapsed - freeze_start) / (1 - freeze_start)
+    return freeze_level * (gone if num_stages is None else _whole(num_stages * gone) / num_stages)
 
 
 def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:

@@ -22,6 +22,13 @@ from purecompose.time.units import named_point
 Method = Literal["block", "sample"]
 Distribution = Literal["uniform", "linear"]
 
+_ADVICE = (
+    "A block is recognized by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
+    "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Use these "
+    "names in the network, or leave the method out; a library may have its own setting for it, such as layerdrop in "
+    "Hugging Face's Wav2Vec2 and BART"
+)
+
 
 @factory
 def stochastic_depth(
@@ -138,14 +145,6 @@ def _with_blocks(state: State, name: str, stochastic_method: Method) -> State:
 
     rules = {nn.Module: block, StochasticDepth: None, DropPath: None}
     return surgery.operate(state, rules, name=name, skips_frozen=True)[0]
-
-
-_ADVICE = (
-    "A block is recognized by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
-    "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Use these "
-    "names in the network, or leave the method out; a library may have its own setting for it, such as layerdrop in "
-    "Hugging Face's Wav2Vec2 and BART"
-)
 
 
 def _with_rates(state: State, rate: float | Tensor, drop_distribution: Distribution) -> State:

@@ -36,11 +36,7 @@ from purecompose.algorithms._gyro_dropout import (
     gyro_dropout_period as gyro_dropout_period,
 )
 from purecompose.algorithms._label_smoothing import smooth_labels as smooth_labels
-from purecompose.algorithms._layer_freezing import (
-    frozen_layers as frozen_layers,
-    frozen_share as frozen_share,
-    layers_of as layers_of,
-)
+from purecompose.algorithms._layer_freezing import frozen_layers as frozen_layers, layers_of as layers_of
 from purecompose.algorithms._lookahead import pull_back as pull_back
 from purecompose.algorithms._mixup import mixup_batch as mixup_batch
 from purecompose.algorithms._parts.surgery import apply_surgery as apply_surgery

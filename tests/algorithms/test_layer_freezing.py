@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, tree
 from purecompose.algorithms._gradient_norm import gradient_norm
-from purecompose.algorithms._layer_freezing import frozen_layers, frozen_share, layer_freezing, layers_of
+from purecompose.algorithms._layer_freezing import _share, frozen_layers, layer_freezing, layers_of
 from purecompose.algorithms._loss_scaling import loss_scaling
 from purecompose.time import Timestamp
 from tests.algorithms import method_helpers as helpers
@@ -76,7 +76,7 @@ def test_depths_are_those_of_exact_arithmetic_and_never_fall(total, start, level
     for number in range(total + 1):
         gone = max(Fraction(0), (Fraction(number, total) - a) / (1 - a))
         share = Fraction(level) * (gone if num_stages is None else Fraction(int(num_stages * gone), num_stages))
-        assert frozen_share(number / total, **settings) == pytest.approx(float(share), rel=1e-9, abs=1e-12)
+        assert _share(number / total, **settings) == pytest.approx(float(share), rel=1e-9, abs=1e-12)
         depths.append(len(frozen_layers(net, number / total, **settings)))
         assert depths[-1] == int(share * num)
     assert depths == sorted(depths) and depths[-1] == int(Fraction(level) * num)
