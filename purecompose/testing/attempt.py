@@ -31,7 +31,7 @@ from purecompose.testing.law import (
     never_acts,
 )
 from purecompose.testing.process import process_restored, process_settings
-from purecompose.testing.record import Watched
+from purecompose.testing.record import Act, Watched
 from purecompose.testing.report import Outcome, Status
 from purecompose.testing.tasks import Task
 from purecompose.time.event import Event
@@ -283,9 +283,17 @@ def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], La
     _check_task(task)
     for case in _probes(task, algorithm):
         touched: list[Event] = []
+
+        def around(event: Event, state: State, act: Act, touched: list[Event] = touched) -> State:
+            before = process_settings()
+            after = act(state)
+            if process_settings() != before:
+                touched.append(event)
+            return after
+
         try:
             with process_restored(), errors_named():
-                _use(case.step(_watched(algorithm, touched)), case, algorithm)
+                _use(case.step(Watched(algorithm, around).algorithm), case, algorithm)
         except Exception as error:
             # A broken law is not a refusal, nor is an error that follows from a changed setting of the process.
             if touched or owner_of(error) is not None:
@@ -342,16 +350,3 @@ def _use(step: Step, case: Case, algorithm: Algorithm) -> None:
     for event in () if acts_in_step(algorithm) else algorithm.events:
         if event not in inner:
             step.fire(event, state)
-
-
-def _watched(algorithm: Algorithm, touched: list[Event]) -> Algorithm:
-    """Return the algorithm, which also records the events at which it changes settings of the process."""
-
-    def around(event: Event, state: State, act: Callable[[State], State]) -> State:
-        before = process_settings()
-        after = act(state)
-        if process_settings() != before:
-            touched.append(event)
-        return after
-
-    return Watched(algorithm, around).algorithm

@@ -160,9 +160,7 @@ _WATCHED = (Event.AFTER_DATALOADER, Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Eve
 def bystander(name: str = "bystander") -> Algorithm:
     """Return an algorithm that draws, counts and reports, and changes nothing that others read.
 
-    Its slot has "draws", float32 (2,), drawn from `state.rng(name)` at its last event; "example_draw", 0-d float32,
-    drawn from the first example's key; and "count", "sum" and "has_acted", 0-d int64, float64 and bool, which depend on
-    the number of events at which it acted.
+    Its slot has draws of the batch and of the first example, and counts of its events in several dtypes.
     """
 
     def apply(event: Event, state: State) -> State:
@@ -188,10 +186,7 @@ def _counts(count: Tensor) -> dict[str, Tensor]:
 
 
 def collector(name: str = "collector") -> Algorithm:
-    """Return an algorithm that adds up the gradients of all batches in its slot, and changes nothing else.
-
-    Its slot has a tensor for each trainable parameter, of its shape and dtype.
-    """
+    """Return an algorithm that adds up the gradients of all batches in its slot, and changes nothing else."""
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -346,10 +341,8 @@ def find_moments(
 
     Args:
         predicate: The predicate of an algorithm. INIT does not count, nor do events outside the loop if it acts within.
-        batches_per_epoch: Minimal length of the epoch.
-        epochs: Minimal length of the run in epochs.
-        samples: Number of examples in a batch.
-        tokens: Number of tokens in a batch.
+        batches_per_epoch, epochs: Minimal lengths of the epoch and of the run.
+        samples, tokens: Their numbers in a batch.
         room: Number of batches that the run should have after a start at which it acts. An algorithm that acts only in
             the last batches of any run has no such start.
 

@@ -255,9 +255,6 @@ def make_task(
         precision: Passed to `State.create`.
         dtype: Dtype of the parameters and of floating inputs.
 
-    Raises:
-        ValueError: The kind, targets, form or precision does not exist, or the weights cannot be tied.
-
     Example:
         >>> make_task("images", targets="soft", dropout=0.2)
         make_task('images', targets='soft', dropout=0.2)
