@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from purecompose import analysis
 from purecompose._support import specs
@@ -20,7 +20,6 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, MismatchError
-from purecompose.run.evaluation import Evaluator
 from purecompose.run.saving import save
 from purecompose.transforms.compilation import compile
 
@@ -154,35 +153,12 @@ def compare(
                 say(f"\nthe runs are not replayed: {one_line(error)}")
 
 
-class _Parts(NamedTuple):
-    """What the runs of an experiment have in common, made from the settings of one run."""
-
-    settings: Settings
-    data: Data
-    setup: Setup
-
-    @property
-    def evaluator(self) -> Evaluator:
-        """The evaluator whose metrics decide, at the end of the run only."""
-        found = next(one for one in self.setup.evaluators if one.label == self.setup.watched)
-        return dataclasses.replace(found, every="1dur")
-
-    def state(self, seed: int) -> State:
-        """Return the state of a seed, as no method has changed it."""
-        return prepare(dataclasses.replace(self.settings, algorithms="none", seed=seed, seeds=1), self.data).state
-
-    def step_with(self, methods: Sequence[Algorithm]) -> Step:
-        """Return the step with these methods, compiled if the settings ask for it."""
-        step = self.setup.plain_step.replace(algorithms=methods)
-        return compile(step, quiet=True) if self.settings.compile else step
-
-
 @contextmanager
-def _prepared(given: Given) -> Iterator[_Parts]:
-    """Prepare the parts of an experiment from the options, with the arithmetic of a run."""
+def _prepared(given: Given) -> Iterator[tuple[Settings, Data, Setup]]:
+    """Return settings, data and one run of an experiment from the options, with the arithmetic of a run."""
     settings, data = completed(given.chosen(), allowed=given.allowed)
     with arithmetic_of(settings), reported_as("", *_WRONG):
-        yield _Parts(settings, data, prepare(dataclasses.replace(settings, seeds=1), data))
+        yield settings, data, prepare(dataclasses.replace(settings, seeds=1), data)
 
 
 def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None, sequential: bool = False) -> None:
@@ -198,17 +174,25 @@ def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None
     Examples:
         python -m purecompose ablate --algorithms "mixup,sam" --duration 10ep --seeds 8 --out runs/ablation
     """
-    with _prepared(given) as parts:
-        num_seeds = parts.settings.seeds if given.names("seeds") else _SEEDS
-        first = parts.settings.seed
+    with _prepared(given) as (settings, data, setup):
+
+        def state(seed: int) -> State:
+            return prepare(dataclasses.replace(settings, algorithms="none", seed=seed, seeds=1), data).state
+
+        def step_with(methods: Sequence[Algorithm]) -> Step:
+            step = setup.plain_step.replace(algorithms=methods)
+            return compile(step, quiet=True) if settings.compile else step
+
+        decisive = next(one for one in setup.evaluators if one.label == setup.watched)
+        num_seeds = settings.seeds if given.names("seeds") else _SEEDS
         found = analysis.ablate(
-            parts.step_with,
-            parts.state,
-            parts.setup.train_data,
-            parts.setup.plain_step.algorithms,
-            evaluate=parts.evaluator,
-            metric=metric or f"{parts.setup.watched}/{parts.setup.kind.decides}",
-            seeds=range(first, first + num_seeds),
+            step_with,
+            state,
+            setup.train_data,
+            setup.plain_step.algorithms,
+            evaluate=dataclasses.replace(decisive, every="1dur"),
+            metric=metric or f"{setup.watched}/{setup.kind.decides}",
+            seeds=range(settings.seed, settings.seed + num_seeds),
             sequential=sequential,
             folder=out,
             report=lambda line: say(line, flush=True),
@@ -234,7 +218,6 @@ def lr_range(
     Examples:
         python -m purecompose lr-range --optimizer adam --batches 200
     """
-    with _prepared(given) as parts:
-        step, state, data = parts.setup.step, parts.setup.state, parts.setup.train_data
-        found = analysis.learning_rate_range(step, state, data, low=low, high=high, num_batches=batches)
-        say(found)
+    with _prepared(given) as (_, _, setup):
+        given_to = setup.step, setup.state, setup.train_data
+        say(analysis.learning_rate_range(*given_to, low=low, high=high, num_batches=batches))
