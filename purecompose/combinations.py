@@ -52,7 +52,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     (_PROCESSES, "a Grad outside of Microbatches"): Refusal(
         "processes divide the batch of each Microbatches at the program's top level, and every process would compute "
         "this gradient for the whole batch",
-        "put Microbatches(...) around it, and around scopes of your own",
+        "put Microbatches(...) around it, and around scopes of your own, without an update in them",
     ),
     (_PROCESSES, "a stage of your own with denominators or losses.over_batch"): Refusal(
         "it needs the whole batch, of which each process has a part",

@@ -20,13 +20,14 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Custom
 
 
-def application(algorithm: Algorithm, event: Event, pass_name: str) -> Operation:
+def application(algorithm: Algorithm, event: Event, pass_name: str, turn: int = 0) -> Operation:
     """Return one algorithm at one event as an operation.
 
     Args:
         algorithm: The algorithm.
         event: The event.
         pass_name: Name of the draws of forward passes at this event; the algorithm's own name is added.
+        turn: How often the event occurs before in the program; the draws by name differ from those there.
     """
 
     def run(state: State, watch: Contract | None) -> State:
@@ -49,7 +50,7 @@ def application(algorithm: Algorithm, event: Event, pass_name: str) -> Operation
             watch.note(algorithm, event, state, after, exit_code)
         return after
 
-    return lift(run, f"{pass_name} {algorithm.name}")
+    return lift(run, f"{pass_name} {algorithm.name}", turn=turn)
 
 
 def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:

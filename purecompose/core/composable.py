@@ -55,8 +55,8 @@ def as_program(given: Iterable[Node | StateFn | str]) -> Program:
         raise TypeError(f"{given!r} is not a program: a tuple of events, stages and scopes, such as loop_events")
     program = as_nodes(given)
     num_advances = sum(node == advance for node in walk(program))
-    if num_advances > 1:
-        raise ValueError("the program has more than one advance: a step moves the time by one batch")
+    if num_advances > min(program.count(advance), 1):
+        raise ValueError("a step moves the time by one batch: put `advance` into the program once, outside of scopes")
     is_later = False
     for node in walk(program):
         if isinstance(node, Stage):
@@ -110,10 +110,10 @@ def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> No
     count = sum(node is event for node in walk(program))
     for algorithm in algorithms:
         acts = Trait.COLLECTS_GRADIENTS in algorithm.traits and algorithm.predicate.at(event) != NEVER
-        if acts and count > 1:
+        if acts and count > min(program.count(event), 1):
             raise ValueError(
-                f"{algorithm.name} adds up one gradient of each step, but the program fires {event} {count} times: "
-                "fire it once, after all of the step's gradients"
+                f"{algorithm.name} adds up one gradient of each step: fire {event} once, outside of scopes and after "
+                "all of the step's gradients"
             )
 
 
@@ -194,7 +194,7 @@ def run_checked(
     if contract.unapplied and Update in kinds:
         warn(
             f"{', '.join(contract.unapplied)} changed the gradients after the program's last update, which does not "
-            "apply them: let it act at AFTER_TRAIN_BATCH, or put `update` after the event"
+            "apply them: put `update` after the event, or let it act at one before the update"
         )
     if contract.has_drawn and is_trained and not has_advance:
         warn(

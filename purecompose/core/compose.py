@@ -266,11 +266,11 @@ class Step:
         same objects, so that `state.gradient` has the same signature in both.
         """
 
-        def at(event: Event, pass_name: str) -> list[Lowered]:
+        def at(event: Event, pass_name: str, turn: int) -> list[Lowered]:
             acting = self.order(self.matcher.matched(bits, event, self.algorithms), event)
             if event in self.differentiated:
                 check_no_host(event, acting)
-            return [Lowered(application(one, event, pass_name), one, is_host=one.host) for one in acting]
+            return [Lowered(application(one, event, pass_name, turn), one, is_host=one.host) for one in acting]
 
         known, found = self._cache.lowered, []
         for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
@@ -312,7 +312,7 @@ class Step:
     def check_separable(self, prepared: Prepared) -> None:
         """Check that the batch of a prepared step may be cut as the step does; see `purecompose.core.separable`."""
         if any(one.separable is not None for one in self.lowered(prepared.bits)):
-            plain = Place(lambda event, name: [], self.cut, accumulates=self._accumulates)
+            plain = Place(lambda event, name, turn: [], self.cut, accumulates=self._accumulates)
             ways = (lambda: plain.lower(self.program)), (lambda: self.lowered(prepared.bits))
             check_operations(ways, self.members.one(prepared.start()))
 

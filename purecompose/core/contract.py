@@ -120,19 +120,15 @@ class Contract:
         return self._kept(lambda: stage.fn(state), stage.fn, f"the stage {stage!r}", state)
 
     def run_scope(
-        self,
-        name: str,
-        around: Callable[[Callable[[State], State], State], Any],
-        body: Callable[[State], State],
-        state: State,
+        self, name: str, around: Callable[[Callable[..., State], State], Any], body: Callable[..., State], state: State
     ) -> Any:
         """Return the result of a scope of your own, whose body is watched by itself; raise as `apply` does."""
         marks, what = self._marks_of(state), f"the scope {name}"
 
-        def run_body(inner: State) -> State:
+        def run_body(inner: State, turn: int | None = None) -> State:
             for one in marks:
                 one.check(what)
-            return body(inner)
+            return body(inner, turn)
 
         return watched(lambda: around(run_body, state), what, marks)
 

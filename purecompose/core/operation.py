@@ -105,9 +105,9 @@ class Node(Protocol):
 class Place(NamedTuple):
     """The place of a node in the program, with the facts about the step that it may use."""
 
-    at: Callable[[Event, str], Sequence[Lowered]]
-    """Function that returns the operations of the algorithms that act at an event, in their order, from the event and
-    the name of the draws of forward passes there."""
+    at: Callable[[Event, str, int], Sequence[Lowered]]
+    """Function that returns the operations of the algorithms that act at an event, in their order, from the event, the
+    name of the draws of forward passes there, and how often the event occurs before."""
     cut: Cut
     """Number or size of slices for a `Microbatches` without its own."""
     is_shared: bool = False
@@ -185,7 +185,7 @@ def lift(
     Args:
         fn: A function of the state and of the contract that watches the run, if any.
         pass_name: Name of the draws of its first forward pass; it differs between the parts of a step.
-        turn: Number of earlier stages of the same name, whose draws by name differ from those of this one.
+        turn: Number of earlier nodes of the same name, whose draws by name differ from those of this one.
         may_set_gradients: If true, gradients that it replaces count as new ones, which an update may apply.
     """
 

@@ -15,7 +15,7 @@ from purecompose.core.again import repeatable
 from purecompose.core.coupled import with_whole_loss
 from purecompose.core.gradient import Forward, differentiate
 from purecompose.core.layout import Cut
-from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose, in_order, walk
+from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, walk
 from purecompose.core.program import Program, Stage, Update, as_nodes, matching_params
 from purecompose.core.ranks import Ranks
 from purecompose.core.separable import Check, check_scope
@@ -24,6 +24,7 @@ from purecompose.core.state import State
 from purecompose.errors import ContractError
 from purecompose.nn.differentiable import OwnDerivatives
 from purecompose.nn.keyed.draws import Part, running
+from purecompose.random.keys import fold_in, salt
 from purecompose.time.event import Event
 
 
@@ -33,7 +34,7 @@ class Scope:
     A scope of your own annotates its settings, which it is given by keyword, and defines `around`.
 
     Raises:
-        TypeError: A setting is not annotated in the class.
+        TypeError: A setting is not annotated in the class, or one without a default is not given.
 
     Example::
 
@@ -55,22 +56,25 @@ class Scope:
 
     def __init__(self, *body: Any, **settings: Any) -> None:
         known = {name for cls in type(self).__mro__ for name in inspect.get_annotations(cls)} - {"body"}
+        names = ", ".join(sorted(known - {"ranks"})) or "none"
         if unknown := settings.keys() - known:
-            names = ", ".join(sorted(known - {"ranks"})) or "none"
             raise TypeError(f"{type(self).__name__}: unknown setting {min(unknown)!r}; those annotated are {names}")
+        if missing := [name for name in known - settings.keys() if not hasattr(type(self), name)]:
+            raise TypeError(f"{type(self).__name__}: the setting {min(missing)!r} is not given; there are {names}")
         object.__setattr__(self, "body", as_nodes(body))
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
-    def around(self, body: Callable[[State], State], state: State) -> State:
+    def around(self, body: Callable[..., State], state: State) -> State:
         """Return the state after the scope.
 
         If there is a `Grad` in the body, and no `update`, then `state.gradient` runs the scope again, so that methods
         such as `sam` see its gradients.
 
         Args:
-            body: Function of a state that runs the body, once for each call. A body that is to draw other numbers in
-                another call is given another key, `state.replace(key=random.fold_in(state.key, i))`.
+            body: Function of a state that runs the body, once for each call. Its first call draws what the body draws
+                without the scope, and later ones draw other numbers; `body(state, turn=0)` repeats the draws of the
+                first.
             state: The state before the scope.
         """
         raise NotImplementedError(f"{type(self).__name__} must define around(body, state), which returns a state")
@@ -80,18 +84,22 @@ class Scope:
         inner = place.lower(self.body)
         body = in_order(lowered.run for lowered in inner)
         name = type(self).__name__
-        turn = sum(type(node) is type(self) for node in walk(place.earlier))
-        pass_name = " ".join([".scope", name, *([str(turn)] if turn else [])])
+        number = sum(type(node) is type(self) for node in walk(place.earlier))
+        pass_name = " ".join([".scope", name, *([str(number)] if number else [])])
+        depth = _depth(self)
 
         def run(carry: Carry, purpose: Purpose) -> Carry:
-            current, watch = carry, purpose.watch
+            current, watch, num_calls = carry, purpose.watch, 0
 
-            def run_body(state: State) -> State:
-                nonlocal current
-                current = body(current._replace(state=state), purpose)
-                return current.state
+            def run_body(state: State, turn: int | None = None) -> State:
+                nonlocal current, num_calls
+                turn, num_calls = num_calls if turn is None else turn, num_calls + 1
+                # By the depth, so that scopes within each other number their turns independently.
+                given = state.replace(key=fold_in(state.key, salt("turn", depth, turn))) if turn else state
+                current = body(current._replace(state=given), purpose)
+                return current.state.replace(key=state.key) if turn else current.state
 
-            with running(Part(pass_name, purpose, turn)):
+            with running(Part(pass_name, purpose, number)):
                 if watch is None:
                     end = self.around(run_body, carry.state)
                 else:
@@ -101,7 +109,7 @@ class Scope:
                     f"{name}.around must return a State, got {type(end).__name__}"
                     f"{' (is a return statement missing?)' if end is None else ''}"
                 )
-            return current._replace(state=end)
+            return current._replace(state=end.replace(key=carry.state.key))
 
         kinds = {type(node) for node in walk(self.body)}
         is_gradient = not place.is_slice and not kinds.isdisjoint({Grad, Microbatches}) and Update not in kinds
@@ -260,6 +268,11 @@ class Microbatches(Scope):
         if len(counts) > 1:
             raise unsupported("Microbatches", "several stages with denominators", repr(self))
         return counts[0] if counts else None
+
+
+def _depth(node: Node) -> int:
+    """Return how many scopes lie within each other in a node, itself included."""
+    return 1 + max(map(_depth, node.body), default=0) if isinstance(node, Scope) else 0
 
 
 def _check_inside(inner: Sequence[Lowered]) -> Check | None:

@@ -182,8 +182,8 @@ class State(Values):
         """Return the generator of the draws called `name`, derived from the run's key, the batch and the name.
 
         The same name in the same step yields the same draws, at any event. Other names and other steps yield unrelated
-        draws, and so do evaluation (whose batches are numbered from 0), each event outside the step, and each turn of a
-        stage that occurs several times in the program.
+        draws, and so do evaluation (whose batches are numbered from 0), each event outside the step, each turn of a
+        stage or event that occurs several times in the program, and each turn of a scope of your own.
         """
         return rng_of_turn(self, name)
 

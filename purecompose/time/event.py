@@ -129,7 +129,7 @@ class Event(enum.Enum):
 
     def lower(self, place: Any) -> Any:
         """Return the operations of the algorithms that act here; see `purecompose.core.operation.Place`."""
-        return place.at(self, place.pass_name(self.name))
+        return place.at(self, place.pass_name(self.name), place.turn(self.name))
 
     @property
     def sees_new_time(self) -> bool:

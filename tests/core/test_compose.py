@@ -43,7 +43,7 @@ WHOLE_NUMBER = "microbatches: expected an int >= 1, got"
         (([Event.BATCH_START, 3],), {}, TypeError, "neither an event, a stage"),
         (([alg.mixup(0.2)],), {}, TypeError, r"the second argument, compose\(loop_events, \[\.\.\.\]\)"),
         ((["batch_strat"],), {}, ValueError, "no event is called 'batch_strat'; did you mean 'batch_start'"),
-        (([*loop_events[:-1], advance],), {}, ValueError, "more than one advance"),
+        (([*loop_events[:-1], advance],), {}, ValueError, "put `advance` into the program once"),
         (([advance, Event.BATCH_START],), {}, ValueError, "BATCH_START belongs before the program's advance"),
         (([Event.BATCH_END, advance],), {}, ValueError, "BATCH_END belongs after the program's advance"),
         (([loop.Microbatches(Event.BATCH_END), advance],), {}, ValueError, "BATCH_END belongs after"),

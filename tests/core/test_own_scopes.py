@@ -11,18 +11,19 @@ from purecompose import Event, State, algorithms as alg, compose, loop, optim
 from purecompose.algorithms.functional import clip_by_norm
 
 
+# A state's fields may be `None`, which a body's loss and gradients are not.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportArgumentType=false
+
+
 class Averaged(loop.Scope):
     """Run the body `times` times, each with other draws, and average loss and gradients."""
 
     times: int
 
     def around(self, body, state):
-        ends = []
-        for number in range(self.times):
-            key = pc.random.fold_in(state.key, number) if number else state.key
-            ends.append(body(state.replace(key=key, grads=None)))
+        ends = [body(state.replace(grads=None)) for _ in range(self.times)]
         grads = {name: sum(end.grads[name] for end in ends) / self.times for name in ends[0].grads}
-        return ends[-1].replace(key=state.key, grads=grads, loss=sum(end.loss for end in ends) / self.times)
+        return ends[-1].replace(grads=grads, loss=torch.stack([end.loss for end in ends]).mean())
 
 
 class Clipped(loop.Scope):
@@ -69,6 +70,39 @@ def test_the_draws_of_each_call_differ():
     one, two = (compose([Averaged(GRAD, times=n), *AFTER])(new_state(), BATCH) for n in (1, 2))
     close(one, compose([GRAD, *AFTER])(new_state(), BATCH))
     assert not torch.equal(one.params["0.weight"], two.params["0.weight"])
+    assert torch.equal(two.key, new_state().key)
+
+
+def test_no_two_turns_of_scopes_within_each_other_draw_the_same():
+    drawn = []
+
+    def draw(event, state):
+        drawn.append(pc.random.uniform(state.rng("n"), ()).item())
+        return state
+
+    class Repeat(loop.Scope):
+        n: int
+
+        def around(self, body, state):
+            for _ in range(self.n):
+                state = body(state)
+            return state.replace(key=state.key + 1)  # which the scope's end takes back
+
+    draws = pc.Algorithm("draws", pc.on(Event.AFTER_TRAIN_BATCH), draw)
+    body = GRAD, Event.AFTER_TRAIN_BATCH, loop.update
+    compose([Repeat(Repeat(*body, n=3), n=2), *body, Repeat(*body, n=2), loop.advance], [draws])(new_state(), BATCH)
+    assert len(set(drawn)) == len(drawn) == 9
+
+
+def test_a_turn_may_be_repeated():
+    class Same(loop.Scope):
+        def around(self, body, state):
+            losses = [body(state, **turn).loss.item() for turn in ({}, {"turn": 0}, {"turn": 1})]
+            assert losses[0] == losses[1] != losses[2]
+            return body(state, turn=0)
+
+    step = compose([Same(GRAD), *AFTER])
+    close(step(new_state(), BATCH), compose([GRAD, *AFTER])(new_state(), BATCH))
 
 
 @CUT
@@ -101,6 +135,15 @@ def test_what_a_scope_does_to_each_slice_is_reported():
         compose([SCOPES["clipped slices"], *AFTER])(new_state(), BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:gradient_accumulation acts at:UserWarning")
+def test_what_acts_once_in_a_step_is_refused_in_a_scope():
+    with pytest.raises(ValueError, match="put `advance` into the program once, outside"):
+        compose([Clipped(GRAD, loop.update, loop.advance, norm=1.0)])
+    body = GRAD, Event.AFTER_TRAIN_BATCH, loop.update
+    with pytest.raises(ValueError, match="gradient_accumulation adds up one gradient of each step: .*outside of"):
+        compose([Clipped(*body, norm=1.0), loop.advance], [alg.gradient_accumulation(2)])
+
+
 def test_a_scope_with_an_update_may_run_several_times():
     class Twice(loop.Scope):
         def around(self, body, state):
@@ -116,6 +159,8 @@ def test_a_scope_with_an_update_may_run_several_times():
 def test_unknown_settings_missing_ones_and_results_are_errors():
     with pytest.raises(TypeError, match="Averaged: unknown setting 'time'; those annotated are times"):
         Averaged(GRAD, time=2)
+    with pytest.raises(TypeError, match="Averaged: the setting 'times' is not given; there are times"):
+        Averaged(GRAD)
 
     class Forgetful(loop.Scope):
         def around(self, body, state):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -25,12 +25,13 @@ EVAL_STANDALONE_START b eval_standalone | EVAL_STANDALONE_END a eval_standalone 
 PREDICT_END a predict | PREDICT_BATCH_START b predict_batch | PREDICT_BATCH_END a predict_batch
 PREDICT_BEFORE_FORWARD b predict_forward | PREDICT_AFTER_FORWARD a predict_forward
 """
+ALONE: set[str] = set()
+"""Canonical names of events that have no partner."""
 ROWS = [row.split() for row in re.split(r"[|\n]", TABLE) if row.strip()]
 
 
 def test_the_table_contains_every_event_once() -> None:
     names = [name for name, _, _ in ROWS]
-    assert len(names) == 37
     assert sorted(names) == sorted(event.name for event in Event)
 
 
@@ -46,23 +47,13 @@ def test_facts_match_the_table(name: str, kind: str, canonical: str) -> None:
 def test_every_pair_has_one_opening_and_one_closing_event() -> None:
     opening = [event.canonical_name for event in Event if event.is_before_event]
     closing = [event.canonical_name for event in Event if event.is_after_event]
-    assert len(set(opening)) == len(opening)
-    assert sorted(opening) == sorted(closing)
+    assert len(set(opening)) == len(opening) and len(set(closing)) == len(closing)
+    assert set(opening) ^ set(closing) == ALONE
 
 
 def test_exactly_the_after_events_are_reversed() -> None:
     names = {event.name for event in Event if event.is_reversed}
-    assert names == {
-        "AFTER_LOAD",
-        "AFTER_DATALOADER",
-        "AFTER_FORWARD",
-        "AFTER_LOSS",
-        "AFTER_BACKWARD",
-        "AFTER_TRAIN_BATCH",
-        "EVAL_AFTER_FORWARD",
-        "EVAL_AFTER_ALL",
-        "PREDICT_AFTER_FORWARD",
-    }
+    assert names == {name for name, kind, _ in ROWS if kind == "a" and "AFTER_" in name}
 
 
 def test_exactly_the_ends_of_training_see_the_new_time() -> None:
