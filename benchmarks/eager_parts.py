@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from purecompose import State, compose, loop_events
-from purecompose._support.functorch import GradMode, gradients
+from purecompose._support.internals import GradMode, gradients
 from purecompose.core import loop
 from purecompose.core.gradient import differentiate
 from purecompose.core.operation import NO_PURPOSE, Carry

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._support.scopes import NOTHING
+from purecompose._support.contexts import NOTHING
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

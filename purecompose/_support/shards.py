@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.functorch import is_fake
+from purecompose._support.internals import is_fake
 
 
 _MODULE = "torch.distributed.tensor"

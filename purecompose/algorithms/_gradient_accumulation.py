@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.internals import is_fake, is_transforming
 from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms

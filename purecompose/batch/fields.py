@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from purecompose import tree
-from purecompose._support.functorch import is_transforming
+from purecompose._support.internals import is_transforming
 
 
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from purecompose import losses, tree
 from purecompose._support.checks import shown
-from purecompose._support.functorch import is_transforming
+from purecompose._support.internals import is_transforming
 from purecompose.combinations import unsupported
 from purecompose.core.context import Context, Static
 from purecompose.core.loss import check_reads, scalars_of

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import FrozenInstanceError
 from typing import Any
 
-from purecompose._support.functorch import is_fake
+from purecompose._support.internals import is_fake
 from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.clock import Clock

@@ -13,9 +13,9 @@ import torch
 
 from purecompose._support import INSTALLED
 from purecompose._support.checks import suggests_keywords
+from purecompose._support.contexts import NOTHING, together
 from purecompose._support.device import arithmetic
-from purecompose._support.functorch import GradMode, called_by_dynamo, get_eval_frame_callback, without_dynamo
-from purecompose._support.scopes import NOTHING, together
+from purecompose._support.internals import GradMode, called_by_dynamo, get_eval_frame_callback, without_dynamo
 from purecompose.batch.fields import aliases
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import Outside, application

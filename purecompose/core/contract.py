@@ -7,7 +7,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
-from purecompose._support.functorch import has_values
+from purecompose._support.internals import has_values
 from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.given import Marks, Named, watched

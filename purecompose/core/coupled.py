@@ -16,7 +16,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses
 from purecompose._support.checks import shown
-from purecompose._support.functorch import has_values, is_any
+from purecompose._support.internals import has_values, is_any
 from purecompose.core.gradient import value_and_grads
 from purecompose.core.operation import Carry, Purpose
 from purecompose.core.ranks import SharedPart

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from purecompose._support.functorch import has_values, plainly, unwrapped
+from purecompose._support.contexts import NOTHING, storage_of
+from purecompose._support.internals import has_values, plainly, unwrapped
 from purecompose._support.objects import fingerprint
-from purecompose._support.scopes import NOTHING, storage_of
 from purecompose._support.shards import local
 from purecompose.errors import GlobalDrawError, InPlaceError
 from purecompose.nn.keyed.modules import BY_KEY

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches
-from purecompose._support.functorch import (
+from purecompose._support.contexts import NOTHING
+from purecompose._support.internals import (
     GradMode,
     allowing_requires_grad,
     gradients,
@@ -28,7 +29,6 @@ from purecompose._support.functorch import (
     only_maps,
 )
 from purecompose._support.messages import layer_of, line_of
-from purecompose._support.scopes import NOTHING
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.state import State
 from purecompose.core.values import fields_where

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from purecompose import batch as batches
-from purecompose._support.functorch import graph_of
+from purecompose._support.internals import graph_of
 from purecompose.core.means import part_of
 from purecompose.core.state import State
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.functorch import DataDependentOutputException, FakeTensorMode
+from purecompose._support.internals import DataDependentOutputException, FakeTensorMode
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.errors import MatchError

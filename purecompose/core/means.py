@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose import losses, tree
 from purecompose._support.device import as_scalar
-from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.internals import is_fake, is_transforming
 from purecompose.core.state import State
 from purecompose.losses.evaluation import check_interpolation
 from purecompose.losses.metrics import Metric

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.internals import is_fake, is_transforming
 from purecompose._support.shards import all_gather, all_reduce, reduce_scatter
 from purecompose.combinations import unsupported
 from purecompose.core.layout import Cut, Layout

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import shown
-from purecompose._support.functorch import has_values, is_transforming
+from purecompose._support.internals import has_values, is_transforming
 from purecompose._support.messages import warn
 from purecompose.core.halves import (
     Comparison,

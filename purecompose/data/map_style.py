@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from purecompose._support.checks import check_flag, check_whole, is_callable_with, shown
-from purecompose._support.scopes import NOTHING
+from purecompose._support.contexts import NOTHING
 from purecompose.data.reader import Reader, SharedReader, naming
 from purecompose.data.seeding import SEED_WORDS, epoch_order, kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.random import Rng, fold_in, salt

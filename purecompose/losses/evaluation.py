@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose._support.checks import shown
-from purecompose._support.functorch import without_modes
+from purecompose._support.internals import without_modes
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.functions import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from purecompose._support.checks import check_number, check_whole
 from purecompose._support.device import constants
-from purecompose._support.functorch import is_transforming
+from purecompose._support.internals import is_transforming
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_whole
-from purecompose._support.functorch import has_values, is_transforming
+from purecompose._support.internals import has_values, is_transforming
 from purecompose.losses import (
     CrossEntropy,
     ModelLoss,

@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from purecompose import batch as batches
-from purecompose._support.functorch import graph_of, is_tracked, is_transforming, levels
-from purecompose._support.scopes import during
+from purecompose._support.contexts import during
+from purecompose._support.internals import graph_of, is_tracked, is_transforming, levels
 
 
 _OWN: ContextVar[str | None] = ContextVar("own_levels", default=None)
@@ -91,26 +91,26 @@ class OwnDerivatives:
         try:
             with plain_operations() if self.need_plain else _Watching():
                 return function(*arguments)
-        except _UnsupportedError:
+        except _WrongDerivativeError:
             if is_transforming():
                 raise
             self.need_plain = True
         return self.run(function, *arguments, is_watched=False)
 
 
-class _UnsupportedError(RuntimeError):
+class _WrongDerivativeError(RuntimeError):
     """A gradient is about to be differentiated that torch cannot differentiate."""
 
 
 class _Watching(TorchFunctionMode):
-    """Mode that raises an `_UnsupportedError` before `torch.autograd` differentiates such a gradient."""
+    """Mode that raises an `_WrongDerivativeError` before `torch.autograd` differentiates such a gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.autograd.grad, Tensor.backward) and kwargs.get("create_graph"):
             given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             if found := [node.name() for node in graph_of(*given) if _UNSUPPORTED.search(node.name())]:
-                raise _UnsupportedError(
+                raise _WrongDerivativeError(
                     f"torch cannot differentiate {found[0]}: in a population, take inner derivatives by "
                     "torch.func.grad, or step the members one after the other (unstack_states)"
                 )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from purecompose._support.functorch import is_in_backward, is_transforming, unwrapped
-from purecompose._support.scopes import NOTHING
+from purecompose._support.contexts import NOTHING
+from purecompose._support.internals import is_in_backward, is_transforming, unwrapped
 from purecompose._support.shards import check_alike, is_shard, local, may_be_shards, names_by_memory, whole
 from purecompose.combinations import unsupported
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._support.contexts import NOTHING, DataGuard, WriteGuard, kept_in_place, together
 from purecompose._support.device import AUTOCAST, arithmetic
-from purecompose._support.functorch import GradMode, is_fake, is_transforming, is_watched
+from purecompose._support.internals import GradMode, is_fake, is_transforming, is_watched
 from purecompose._support.messages import warn
-from purecompose._support.scopes import NOTHING, DataGuard, WriteGuard, kept_in_place, together
 from purecompose.nn.differentiable import OwnDerivatives, is_in_gradient
 from purecompose.nn.gathering import gathered_on_use
 from purecompose.nn.kernels import kernels

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from purecompose._support.checks import suggests_keywords
-from purecompose._support.functorch import is_fake
+from purecompose._support.internals import is_fake
 from purecompose.optim.base import (
     Betas,
     ByGroup,

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from purecompose import tree
 from purecompose._support.checks import frozen, shown
-from purecompose._support.functorch import is_fake, is_transforming, plainly
+from purecompose._support.internals import is_fake, is_transforming, plainly
 from purecompose.optim.base import ByGroup, Groups, OptState, Value, checked_groups
 from purecompose.schedule import Hparam, Product, Schedule, number
 from purecompose.schedule.scalar import known_part

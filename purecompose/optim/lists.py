@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._support.functorch import is_transforming
+from purecompose._support.internals import is_transforming
 
 
 def is_plain() -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.functorch import is_watched
+from purecompose._support.internals import is_watched
 from purecompose._support.shards import is_shard, local, place_of, placed, sum_of_shards
 from purecompose.optim.base import ByGroup, Optimizer, Value, cells, decayed, matched
 from purecompose.optim.by_pattern import ByPattern

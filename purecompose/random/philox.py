@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake, register_vmap
 
-from purecompose._support.functorch import is_fake, is_plain, is_readable, plainly
+from purecompose._support.internals import is_fake, is_plain, is_readable, plainly
 
 
 WORD = 0xFFFFFFFF  # the mask of a word

@@ -12,9 +12,9 @@ import torch
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import check_whole, is_callable_with, shown
+from purecompose._support.contexts import NOTHING
 from purecompose._support.messages import warn
 from purecompose._support.objects import check_hidden
-from purecompose._support.scopes import NOTHING
 from purecompose._support.shards import whole
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step, compose

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose._support.functorch import plainly
+from purecompose._support.internals import plainly
 from purecompose.core.values import fields_where
 from purecompose.errors import SpentStateError
 from purecompose.time import Timestamp

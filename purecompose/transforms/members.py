@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._support.contexts import unvalidated
 from purecompose._support.messages import layer_of, line_of
-from purecompose._support.scopes import unvalidated
 from purecompose.core.clock import Clock
 from purecompose.core.state import State
 from purecompose.errors import UnkeyedRandomError

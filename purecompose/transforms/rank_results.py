@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.functorch import is_fake
+from purecompose._support.internals import is_fake
 from purecompose._support.messages import warn
 from purecompose._support.shards import is_shard, local
 from purecompose.core.means import has_mean

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from purecompose._support import functorch as autograd
+from purecompose._support import internals as autograd
 
 
 class Calls(TorchFunctionMode):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, losses, optim
-from purecompose._support.scopes import NOTHING
+from purecompose._support.contexts import NOTHING
 from purecompose.nn.kernels import kernels, short_attention
 
 

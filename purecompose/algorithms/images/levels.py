@@ -12,7 +12,7 @@ from torch import Tensor
 
 from purecompose._support.checks import frozen, is_number, shown
 from purecompose._support.device import constants
-from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.internals import is_fake, is_transforming
 
 
 WHITE = 255.0

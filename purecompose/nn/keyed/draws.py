@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.checkpoint import CheckpointFunction
 
-from purecompose._support.functorch import saved_tensors_hooks
+from purecompose._support.contexts import NOTHING, during
+from purecompose._support.internals import saved_tensors_hooks
 from purecompose._support.messages import calling_frames
-from purecompose._support.scopes import NOTHING, during
 from purecompose.errors import UnkeyedRandomError
 from purecompose.random.keys import Rng
 

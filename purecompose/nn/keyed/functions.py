@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.internals import is_fake, is_transforming
 from purecompose.nn.keyed.draws import Draws, Handler, unkeyed
 from purecompose.random.distributions import exponential
 from purecompose.random.draws import bernoulli, normal, permutation, randint, uniform

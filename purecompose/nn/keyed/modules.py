@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from purecompose._support.functorch import DispatchMode, is_transforming
+from purecompose._support.internals import DispatchMode, is_transforming
 from purecompose.errors import UnkeyedRandomError as UnkeyedRandomError
 from purecompose.nn.differentiable import plain_operations, replaces_functions
 from purecompose.nn.keyed.draws import CURRENT, Draws, running, unkeyed

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from purecompose import random, tree
-from purecompose._support.functorch import is_transforming
+from purecompose._support.internals import is_transforming
 from purecompose.core import loop
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import Step

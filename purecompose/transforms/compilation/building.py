@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._support.functorch import is_fake, is_transforming, unset_fake_temporarily
+from purecompose._support.internals import is_fake, is_transforming, unset_fake_temporarily
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.operation import Carry, Lowered, Members, Operation, Purpose

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import tree
-from purecompose._support.functorch import (
+from purecompose._support.contexts import unvalidated
+from purecompose._support.internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -24,7 +25,6 @@ from purecompose._support.functorch import (
     UnsupportedOperatorException,
 )
 from purecompose._support.messages import layer_of, line_of
-from purecompose._support.scopes import unvalidated
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation, Purpose
 from purecompose.core.state import State

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from purecompose._support.functorch import OpOverload
+from purecompose._support.internals import OpOverload
 from purecompose.transforms.compilation.inductor import replaced
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._support.functorch import FakeTensorMode
+from purecompose._support.internals import FakeTensorMode
 from purecompose.core.layout import Layout
 from purecompose.transforms.compilation.inductor import constant_source
 from purecompose.transforms.signature import Signature, Spec

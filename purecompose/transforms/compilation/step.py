@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import arithmetic
-from purecompose._support.functorch import called_by_dynamo, get_eval_frame_callback, is_transforming, without_dynamo
+from purecompose._support.internals import called_by_dynamo, get_eval_frame_callback, is_transforming, without_dynamo
 from purecompose._support.messages import warn
 from purecompose.core.compose import WHY_UNTRACED, Prepared, Step
 from purecompose.core.context import Context

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
-from purecompose._support.functorch import DispatchMode, unwrapped
+from purecompose._support.internals import DispatchMode, unwrapped
 
 
 _T = TypeVar("_T")
