@@ -178,7 +178,13 @@ def _new_store() -> Any:
     torchrun may keep its store when it starts processes again, and then they would find the addresses of those that
     have ended. On several hosts it makes a new store each time (`--rdzv-backend c10d`), and hosts may not count alike.
     """
-    store, _, _ = next(iter(rendezvous("env://", timeout=_TO_MEET)))
+    try:
+        store, _, _ = next(iter(rendezvous("env://", timeout=_TO_MEET)))
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise UsageError(f"port {port} is in use by another program: give torchrun another --master-port") from error
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
     return dist.distributed_c10d.PrefixStore(f"purecompose/attempt {attempt}", store)

@@ -1,6 +1,7 @@
 """Whole commands, in this process: results, repeatability, refusals."""
 
 import re
+import socket
 import subprocess
 import sys
 
@@ -250,3 +251,16 @@ def test_several_processes_that_cannot_find_each_other_are_refused(
     monkeypatch.delenv("WORLD_SIZE")
     assert main(["train", "--duration", "1ba", "--shard"]) == 2
     assert "start several by torchrun" in capsys.readouterr().err
+
+
+def test_a_port_that_another_program_uses_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        given = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        assert main(["train", "--duration", "1ba"]) == 2
+    err = capsys.readouterr().err
+    assert f"port {port} is in use by another program" in err and err.count("\n") == 1
