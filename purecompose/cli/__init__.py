@@ -12,11 +12,12 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from purecompose import __version__
 from purecompose._support.messages import say
-from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay
+from purecompose.algorithms import FACTORIES
+from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import UsageError, add_options, arguments_of, examples_of, summary_of
 from purecompose.cli.processes import reporting
@@ -81,9 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Callable[..., int | None], given: dict[str, Any]) -> int | None:
-    """Run a command with its options; warnings are single lines, and runs in remote storage are read from there."""
+    """Run a command with its options; runs in remote storage are read from there. A warning is one line, said once."""
+    said: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            say(f"warning: {message}", file=sys.stderr)
+
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
+        warnings.showwarning = show
         for name in ("run", "run_a", "run_b"):
             if given.get(name) is not None:
                 given[name] = local_copy(given[name], stack)
@@ -125,7 +133,53 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     return parser, commands.choices
 
 
+def completion(shell: Literal["bash", "zsh", "fish", "tcsh"]) -> None:
+    """Print a completion script for a shell.
+
+    Args:
+        shell: The shell.
+
+    Examples:
+        python -m purecompose completion bash > ~/.local/share/bash-completion/completions/purecompose
+        python -m purecompose completion zsh > ~/.zfunc/_purecompose
+        python -m purecompose completion fish > ~/.config/fish/completions/purecompose.fish
+
+    A shell completes the first word of a line: `purecompose train ...`, the same program as `python -m purecompose`.
+    """
+    try:
+        import shtab  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("completion needs shtab; install it with `pip install 'purecompose[cli]'`") from error
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise UsageError(f"the installed shtab does not support {shell}; try `pip install --upgrade shtab`")
+    parser, commands = _make_parser()
+    files = {"FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY, "RUN": shtab.DIRECTORY}
+    for action in (action for command in commands.values() for action in command._actions):
+        names = tuple(FACTORIES) if action.metavar == "ALGORITHM" else getattr(action, "names", ())
+        if action.metavar in files:
+            action.complete = files[action.metavar]  # pyright: ignore
+        elif names:
+            action.choices = names
+    parser.prog = "purecompose"
+    say(shtab.complete(parser, shell=shell, root_prefix="purecompose"))
+
+
 _COMMANDS: dict[str, Callable[..., int | None]] = {
     command.__name__.replace("_", "-"): command
-    for command in (train, evaluate, predict, plot, replay, bisect, compare, ablate, lr_range, plan, algorithms, check)
+    for command in (
+        train,
+        evaluate,
+        predict,
+        plot,
+        replay,
+        bisect,
+        compare,
+        ablate,
+        sweep,
+        lr_range,
+        plan,
+        algorithms,
+        completion,
+        check,
+    )
 }

@@ -1,8 +1,8 @@
-"""`replay`, `bisect` and `compare`, which analyse recorded runs; `ablate` and `lr-range`, which train to compare
-methods and learning rates."""
+"""`replay`, `bisect` and `compare`, which analyse recorded runs; `ablate`, `sweep` and `lr-range`, which train to
+compare methods and settings."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Annotated, Any
 from purecompose import analysis
 from purecompose._support import specs
 from purecompose._support.messages import say
+from purecompose.algorithms import FACTORIES
 from purecompose.analysis import RecordedRun, predicates
+from purecompose.analysis.sweeping import with_named_rate
 from purecompose.cli.options import Folder, Number, Run, Shown, Time, UsageError, one_line, reported_as
 from purecompose.cli.results import KeptRun
 from purecompose.cli.settings import Given, Settings, imported, is_own
@@ -20,7 +22,9 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, MismatchError
+from purecompose.run.evaluation import Evaluator
 from purecompose.run.saving import save
+from purecompose.schedule import Hparam, hparam
 from purecompose.transforms.compilation import compile
 
 
@@ -161,6 +165,12 @@ def _prepared(given: Given) -> Iterator[tuple[Settings, Data, Setup]]:
         yield settings, data, prepare(dataclasses.replace(settings, seeds=1), data)
 
 
+def _at_end(setup: Setup) -> Evaluator:
+    """Return the evaluator whose metrics decide, at the end of the run only."""
+    decisive = next(one for one in setup.evaluators if one.label == setup.watched)
+    return dataclasses.replace(decisive, every="1dur")
+
+
 def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None, sequential: bool = False) -> None:
     """Train with and without each method, and show the effect of each.
 
@@ -183,14 +193,13 @@ def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None
             step = setup.plain_step.replace(algorithms=methods)
             return compile(step, quiet=True) if settings.compile else step
 
-        decisive = next(one for one in setup.evaluators if one.label == setup.watched)
         num_seeds = settings.seeds if given.names("seeds") else _SEEDS
         found = analysis.ablate(
             step_with,
             state,
             setup.train_data,
             setup.plain_step.algorithms,
-            evaluate=dataclasses.replace(decisive, every="1dur"),
+            evaluate=_at_end(setup),
             metric=metric or f"{setup.watched}/{setup.kind.decides}",
             seeds=range(settings.seed, settings.seed + num_seeds),
             sequential=sequential,
@@ -198,6 +207,90 @@ def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None
             report=lambda line: say(line, flush=True),
         )
         say(f"\n{found}")
+
+
+def sweep(given: Given, *, values: list[Annotated[str, Shown("NAME=LIST")]], metric: str | None = None) -> None:
+    """Train a population with different settings, and rank them.
+
+    Args:
+        given: The settings of the run. --seeds is the number of seeds of each setting.
+        values: Values of a setting: lr=0.001,0.01,0.1, optimizer.weight_decay=..., mixup.alpha=...; repeat it to train
+            all combinations.
+        metric: Metric to rank by (default: eval/loss).
+
+    Examples:
+        python -m purecompose sweep --values lr=0.001,0.003,0.01,0.03 --duration 10ep --compile
+        python -m purecompose sweep --values lr=0.001,0.01 --values mixup.alpha=0.1,0.4
+    """
+    with _prepared(given) as (settings, _, setup):
+        with reported_as("--values"):
+            numbers = dict(map(_values, values))
+            step, state = _with_names(setup.plain_step, setup.state, numbers)
+        found = analysis.sweep(
+            compile(step, quiet=True) if settings.compile else step,
+            state,
+            setup.train_data,
+            numbers,
+            evaluate=_at_end(setup),
+            metric=metric or f"{setup.watched}/loss",
+            seeds=settings.seeds,
+        )
+        say(found)
+
+
+def _values(text: str) -> tuple[str, list[float]]:
+    """Return the name and the numbers in NAME=LIST."""
+    name, _, given = text.partition("=")
+    try:
+        return name, [float(one) for one in given.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{text}: expected a name and numbers, such as lr=0.001,0.01,0.1") from error
+
+
+def _with_names(step: Step, state: State, names: Iterable[str]) -> tuple[Step, State]:
+    """Return the step and the state with named scalars in place of settings.
+
+    Args:
+        step: The step.
+        state: The state.
+        names: "lr", "optimizer.ARGUMENT" or "METHOD.ARGUMENT", which are also the names of the scalars.
+    """
+    for name in names:
+        owner, _, argument = name.partition(".")
+        if name == "lr":
+            state = with_named_rate(state, keeps_schedule=True)
+        elif owner == "optimizer":
+            scalar = _named(name, getattr(state.optimizer, argument, None))
+            changed = dataclasses.replace(state.optimizer, **{argument: scalar})
+            state = state.replace(optimizer=changed).with_hparams([scalar])
+        else:
+            step, scalar = _with_named_argument(step, name)
+            state = state.with_hparams([scalar])
+    return step, state
+
+
+def _with_named_argument(step: Step, name: str) -> tuple[Step, Hparam]:
+    """Return the step in which an argument of a method is a named scalar, and the scalar."""
+    owner, _, argument = name.partition(".")
+    methods = {method.name: method for method in step.algorithms}
+    known = [one for one in methods if one in FACTORIES]
+    if owner not in known:
+        there = ", ".join(["lr", "optimizer.ARGUMENT", *(f"{one}.ARGUMENT" for one in known)])
+        raise ValueError(f"{name}: there is no such setting in this run; there are {there}")
+    call = specs.by_name(specs.parse_one(repr(methods[owner])), FACTORIES)
+    if argument not in call.kwargs:
+        raise ValueError(f"{name}: {owner} has the arguments {', '.join(call.kwargs)}")
+    scalar = _named(name, call.kwargs[argument])
+    changed = dataclasses.replace(call, kwargs={**call.kwargs, argument: scalar})
+    methods[owner] = specs.build(changed, FACTORIES, "algorithm")
+    return step.replace(algorithms=list(methods.values())), scalar
+
+
+def _named(name: str, value: Any) -> Hparam:
+    """Return a scalar with the number that it replaces as its default."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}: expected a setting that is a number, got {value!r}")
+    return hparam(name, float(value))
 
 
 def lr_range(

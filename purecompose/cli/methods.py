@@ -25,7 +25,7 @@ from purecompose.core.state import State
 Algorithm = Annotated[str, Shown("ALGORITHM")]
 
 
-def algorithms(name: Annotated[str, Shown("NAME")] | None = None) -> None:
+def algorithms(name: Algorithm | None = None) -> None:
     """List the algorithms, or show the card of one.
 
     Args:
@@ -35,7 +35,7 @@ def algorithms(name: Annotated[str, Shown("NAME")] | None = None) -> None:
         python -m purecompose algorithms mixup
     """
     if name is not None:
-        with reported_as("NAME"):
+        with reported_as("ALGORITHM"):
             specs.check_name(name, FACTORIES, "algorithm")
         factory = FACTORIES[name]
         say(textwrap.fill(specs.describe(name, inspect.signature(factory)), 100))
@@ -153,7 +153,7 @@ def _tried(prepared: Any) -> Any:
 
     name = repr(prepared.subject.algorithm)
     with Console(stderr=True).status("") as status, warnings.catch_warnings():
-        warnings.simplefilter("once")  # a method is tried many times and would repeat its warnings
+        warnings.filterwarnings("ignore", "(renamed|its_twin) ")  # copies of the method, which repeat its warnings
         report = prepared.report(lambda law, i, total: status.update(Text(f"[{i}/{total}] {law}  {name}")))
     say(f"{report}\n", flush=True)
     return report

@@ -62,11 +62,11 @@ def check_target(option: str, path: str) -> None:
 
 
 class Shown(NamedTuple):
-    """How a value is written in the help."""
+    """How a value is written in the help, and what a shell may complete it to."""
 
     metavar: str | None = None
     names: tuple[str, ...] = ()
-    """Names that the help lists; other values are possible."""
+    """Names that the help lists and a shell completes; other values are possible."""
     bare: str | None = None
     """The value of an option that is given without one."""
 
@@ -142,10 +142,13 @@ def _add_option(
         by_default, its_default = " (default: ", f"{default})"
     words += by_default + its_default
     if is_option:
-        parser.add_argument(option_of(name), dest=name, required=is_required, help=words.replace("%", "%%"), **given)
+        action = parser.add_argument(
+            option_of(name), dest=name, required=is_required, help=words.replace("%", "%%"), **given
+        )
     else:
         given |= {} if is_required or "nargs" in given else {"nargs": "?"}
-        parser.add_argument(name, help=words.replace("%", "%%"), **given)
+        action = parser.add_argument(name, help=words.replace("%", "%%"), **given)
+    action.names = note.names
 
 
 def _reader(kind: type, note: Shown) -> Callable[[str], Any]:

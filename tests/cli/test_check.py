@@ -84,6 +84,13 @@ def test_several_algorithms_end_with_a_line_for_each(here, capsys) -> None:
     assert bad.startswith("bad(): NOT OK: 1 kept, 1 broken (") and bad.endswith("): deterministic")
 
 
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_a_warning_is_said_once(here, capsys) -> None:
+    laws = "deterministic,own_slot"
+    status, _, err = run(capsys, "alibi", "--laws", laws, "--tasks", "vectors", "--max-examples", "6")
+    assert status == 0 and err.startswith("warning: alibi changed nothing") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

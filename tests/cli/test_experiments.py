@@ -1,4 +1,4 @@
-"""`ablate` and `lr-range` from the shell."""
+"""`ablate`, `sweep` and `lr-range` from the shell."""
 
 import pathlib
 from collections.abc import Callable
@@ -21,6 +21,26 @@ def test_ablate_prints_a_table_and_continues_in_its_folder(run: Run, tmp_path: p
     assert status == 2 and "metric was eval/accuracy, and is eval/loss" in err
 
 
+def test_sweep_prints_the_best_setting_first(run: Run) -> None:
+    command = ("sweep", *SMALL, "--values", "lr=1e-6,0.05", "--values", "label_smoothing.smoothing=0.1,0.2")
+    status, out, err = run(*command)
+    assert status == 0 and out.splitlines()[2].startswith("0.05 "), err
+
+
 def test_lr_range_suggests_a_rate(run: Run) -> None:
     status, out, _ = run("lr-range", *SMALL, "--batches", "20", "--high", "0.1")
     assert status == 0 and "suggested lr: " in out
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("lr=a", "--values: lr=a: expected a name and numbers"),
+        ("sam.rho=1,2", "sam.rho: there is no such setting in this run; there are lr, optimizer.ARGUMENT"),
+        ("mixup.p=1,2", "mixup.p: mixup has the arguments alpha"),
+        ("optimizer.betas=1,2", "expected a setting that is a number"),
+    ],
+)
+def test_wrong_values_are_usage_errors(run: Run, values: str, message: str) -> None:
+    status, _, err = run("sweep", *SMALL, "--values", values)
+    assert status == 2 and message in err and err.count("\n") == 1
