@@ -21,7 +21,7 @@ from purecompose.core.means import check_terms, denominators, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
 from purecompose.core.state import State
 from purecompose.errors import ContractError
-from purecompose.losses.evaluation import check_pairs
+from purecompose.losses.evaluation import check_pairs, dense_advice
 from purecompose.time.event import Event
 
 
@@ -81,6 +81,8 @@ class Stage:
             forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
             error.add_note(f"in the stage {self.name}, with {', '.join(forms)}")
             if state.outputs is None and (note := _dtype_advice(state)):
+                error.add_note(note)
+            if self.sets_loss and (note := dense_advice(_targets_if_any(state))):
                 error.add_note(note)
             raise
         if not isinstance(new_state, State):

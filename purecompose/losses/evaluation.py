@@ -202,6 +202,18 @@ def _numbers_like(tensor: Tensor) -> Tensor:
     return (numbers if tensor.is_floating_point() else numbers * 2).to(tensor.dtype).reshape(tensor.shape)
 
 
+def dense_advice(targets: Any) -> str:
+    """Return a hint for an error of a loss if a method may have made its targets dense, which few losses take."""
+    is_dense = isinstance(targets, Tensor) and targets.ndim > 1 and targets.is_floating_point()
+    if not (is_dense or (isinstance(targets, Mixture) and not targets.interpolate_loss)):
+        return ""
+    return (
+        "if a method such as label_smoothing or mixup made the targets dense, (N, C, ...) with rows of zeros for what "
+        "does not count: losses.CrossEntropy(ignore_index=...) takes them; methods that mix may also call the loss "
+        "with the targets of the batch, by interpolate_loss=True"
+    )
+
+
 def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> Tensor:
     """Return the loss of each example, (N,): the mean over its positions, or over those that the loss counts.
 
