@@ -1,5 +1,6 @@
 """Tools of the laws: runs with all events, comparison of states, and observation of an algorithm while it acts."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from purecompose.core.application import applied
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import Node
-from purecompose.core.program import Program, StateFn
-from purecompose.core.scopes import Grad, Microbatches
+from purecompose.core.program import Program, StateFn, as_nodes
+from purecompose.core.scopes import Scope
 from purecompose.core.state import State
 from purecompose.core.values import fields_where
 from purecompose.testing.law import Broken
@@ -236,12 +237,11 @@ def inserted(program: Sequence[Node], after: Callable[[Node], StateFn | None]) -
     nodes: list[Node] = []
     for node in program:
         stage = after(node)
-        if isinstance(node, Grad):
-            node = Grad(*inserted(node.body, after), wrt=node.wrt)
-        elif isinstance(node, Microbatches):
-            node = Microbatches(*inserted(node.body, after), microbatches=node.microbatches)
+        if isinstance(node, Scope):
+            body, node = inserted(node.body, after), copy.copy(node)  # with all of its settings
+            object.__setattr__(node, "body", body)
         nodes += [node] if stage is None else [node, stage]
-    return tuple(nodes)
+    return as_nodes(nodes)
 
 
 def _without(slots: dict[str, Any], name: str) -> dict[str, Any]:
