@@ -1,4 +1,4 @@
-"""The table of shipped algorithms, with examples and tasks for laws and property tests, one row each.
+"""The table of shipped algorithms, with the settings and tasks for laws and property tests, one row each.
 
 A test compares the table with the factories, so that a new algorithm cannot be left out.
 """
@@ -6,10 +6,17 @@ A test compares the table with the factories, so that a new algorithm cannot be 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+from hypothesis import strategies as st
 from torch import nn
 
+from purecompose._support import specs
+from purecompose.algorithms import FACTORIES
+from purecompose.core.algorithm import Algorithm
 from purecompose.nn.layers.transformer import FeedForward, SelfAttention
+from purecompose.schedule import cosine, hparam, linear
+from purecompose.schedule.declared import Within, alternatives, declarations
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Residual, Task
 
 
@@ -23,6 +30,8 @@ class Row:
         neutral: Source text with settings that change nothing; `None` if there are none.
         tasks: Names of the `TASKS` that it accepts in full precision; names of tasks in half precision only for a
             method that does nothing elsewhere. See `accepted`.
+        fixed: Settings that `algorithms` takes from the examples, since they depend on each other or on the tasks'
+            small networks.
         needs: Types of layers, one of which a network must contain, for methods that replace or use them.
         is_alone: True if the algorithm excludes all others, so that it is in no list of several.
     """
@@ -31,8 +40,21 @@ class Row:
     examples: tuple[str, ...]
     neutral: str | None = None
     tasks: tuple[str, ...] = FULL_TASKS
+    fixed: tuple[str, ...] = ()
     needs: tuple[type[nn.Module], ...] = ()
     is_alone: bool = False
+
+    def algorithms(self) -> st.SearchStrategy[Algorithm]:
+        """Return a strategy for the algorithm with any `settings`."""
+        return self.settings().map(lambda settings: FACTORIES[self.name](**settings))
+
+    def settings(self) -> st.SearchStrategy[dict[str, Any]]:
+        """Return a strategy for arguments: those of an example, some replaced by other values that are declared."""
+        examples = [specs.by_name(specs.parse_one(text), FACTORIES).kwargs for text in self.examples]
+        annotations = declarations(FACTORIES[self.name]).items()
+        others = {name: _declared(f"{self.name}/{name}", one) for name, one in annotations if name not in self.fixed}
+        changed = st.fixed_dictionaries({}, optional=others)
+        return st.builds(lambda example, other: {**example, **other}, st.sampled_from(examples), changed)
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -49,6 +71,33 @@ class Row:
         return not self.needs or any(isinstance(module, self.needs) for module in task.make_net(0).modules())
 
 
+_SCHEDULES = st.sampled_from([linear(), linear(0.0, 1.0, t_max="0.5dur"), cosine(), cosine(warmup="0.25dur")])
+
+
+def _declared(name: str, annotation: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for a setting as it is declared, without values if the declaration does not enumerate them."""
+    choices, checks, others = alternatives(annotation)
+    values = st.sampled_from(choices) if choices else st.nothing()
+    for check in checks:
+        declared = getattr(check, "__self__", None)  # of a range; other checks are plain functions
+        if isinstance(declared, Within):
+            numbers = _numbers(declared, is_whole=check == declared.whole)
+            values |= numbers
+            if check == declared.scalar:
+                hparams = numbers.map(lambda number: hparam(name, number))
+                values |= hparams | st.builds(lambda one, other: one * other, numbers | hparams, _SCHEDULES)
+    return st.none() | values if type(None) in others and not values.is_empty else values
+
+
+def _numbers(declared: Within, *, is_whole: bool) -> st.SearchStrategy[Any]:
+    """Return a strategy for numbers of a range that is cut off at 10; in steps of a hundredth if they are not whole."""
+    low, high = declared.low, min(declared.high, 10)
+    if is_whole:
+        return st.integers(int(low), int(high))
+    parts = st.integers(int(declared.above), 100 - int(declared.below))
+    return parts.map(lambda part: low + (high - low) * part / 100)
+
+
 _UNMIXED_IDS = ("vectors", "soft", "images", "frozen", "zero_head", "double", "bf16_weights")
 _NO_BATCHNORM = ("vectors", "soft", "tokens", "frozen", "zero_head", "double", "bf16_weights")
 
@@ -63,6 +112,7 @@ _ROWS = (
         ),
         neutral="augmix(0)",
         tasks=("images",),
+        fixed=("width",),
     ),
     Row(
         "batch_size_warmup",
@@ -74,6 +124,7 @@ _ROWS = (
         examples=("blurpool(min_channels=4)", "blurpool(blur_first=False, min_channels=1)"),
         tasks=("images",),
         needs=(nn.Conv2d,),
+        fixed=("min_channels", "replace_convs"),
     ),
     Row("channels_last", examples=("channels_last()",), tasks=("images",), needs=(nn.Conv2d,)),
     Row(
@@ -81,6 +132,7 @@ _ROWS = (
         examples=("colout(0.2, 0.4)", "colout(0.5, 0.2, resize_target=False)"),
         neutral="colout(0, 0)",
         tasks=("images",),
+        fixed=("resize_target",),
     ),
     Row(
         "cutmix",
@@ -99,7 +151,7 @@ _ROWS = (
         examples=("decoupled_weight_decay(0.01)", "decoupled_weight_decay(0.05, 2, ('*bias',))"),
         neutral="decoupled_weight_decay(0.0)",
     ),
-    Row("ema", examples=("ema('2ba')", "ema(smoothing=0.9, every='2ba')")),
+    Row("ema", examples=("ema('2ba')", "ema(smoothing=0.9, every='2ba')"), fixed=("smoothing",)),
     Row(
         "factorize",
         examples=(
@@ -107,6 +159,7 @@ _ROWS = (
             "factorize(factorize_convs=False, min_features=1, latent_features=0.25)",
         ),
         neutral="factorize(False, False)",
+        fixed=("min_channels", "min_features", "factorize_convs", "factorize_linears"),
     ),
     Row(
         "fused_layernorm",
@@ -144,7 +197,12 @@ _ROWS = (
     Row(
         "gradient_norm", examples=("gradient_norm()", "gradient_norm(each=True)"), neutral="gradient_norm(total=False)"
     ),
-    Row("gyro_dropout", examples=("gyro_dropout(0.5, 4, 2)", "gyro_dropout(0.3)"), neutral="gyro_dropout(0)"),
+    Row(
+        "gyro_dropout",
+        examples=("gyro_dropout(0.5, 4, 2)", "gyro_dropout(0.3)"),
+        neutral="gyro_dropout(0)",
+        fixed=("sigma", "tau"),
+    ),
     Row("label_smoothing", examples=("label_smoothing(0.1)", "label_smoothing(1)"), neutral="label_smoothing(0)"),
     Row(
         "layer_freezing",
@@ -192,12 +250,14 @@ _ROWS = (
         examples=("progressive_resizing()", "progressive_resizing('crop', 0.5, 0.1, 0, 1)"),
         neutral="progressive_resizing(initial_scale=1)",
         tasks=("images",),
+        fixed=("initial_scale", "finetune_fraction", "delay_fraction", "resize_targets"),
     ),
     Row(
         "randaugment",
         examples=("randaugment(9, 1)", "randaugment(5, 2, ('rotate', 'equalize', 'sharpness'))"),
         neutral="randaugment(0)",
         tasks=("images",),
+        fixed=("depth",),
     ),
     Row("sam", examples=("sam()", "sam(0.5, every=2)"), neutral="sam(0)"),
     Row("schedule_free", examples=("schedule_free()", "schedule_free(0.0)")),
@@ -209,12 +269,14 @@ _ROWS = (
             "selective_backprop(0.5, 0.9, keep=0.3)",
         ),
         neutral="selective_backprop(keep=1)",
+        fixed=("start", "end", "scale_factor"),
     ),
     Row(
         "seq_length_warmup",
         examples=("seq_length_warmup(0.6, 2, 5, 1)", "seq_length_warmup(1.0, 2, 5, 1, truncate=False)"),
         neutral="seq_length_warmup(0)",
         tasks=("tokens",),
+        fixed=("min_seq_length", "max_seq_length", "preserve_end_of_sequence"),
     ),
     Row("skip_nonfinite", examples=("skip_nonfinite()",)),
     Row(
@@ -222,6 +284,7 @@ _ROWS = (
         examples=("squeeze_excite(0.5, 4)", "squeeze_excite(3, min_channels=1)"),
         tasks=("images",),
         needs=(nn.Conv2d,),
+        fixed=("min_channels",),
     ),
     Row(
         "stochastic_depth",
@@ -230,7 +293,7 @@ _ROWS = (
         tasks=("images",),
         needs=(Residual,),
     ),
-    Row("swa", examples=("swa(0.25, 0.75, '1ba')", "swa('1ba', 1.0, '1ba')")),
+    Row("swa", examples=("swa(0.25, 0.75, '1ba')", "swa('1ba', 1.0, '1ba')"), fixed=("swa_lr",)),
     Row(
         "training_metrics",
         examples=("training_metrics()", "training_metrics(reset='2ba')"),
@@ -241,6 +304,7 @@ _ROWS = (
         examples=("weight_standardization()", "weight_standardization(1)"),
         tasks=("images",),
         needs=(nn.Conv2d,),
+        fixed=("n_last_layers_ignore",),
     ),
 )
 

@@ -12,7 +12,7 @@ from purecompose import batch as batches
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing.case import COMPANIONS, Case, Subject, find_moments
-from purecompose.testing.shipped import SHIPPED, Row
+from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import KINDS, TASKS, Task, make_task
 
 
@@ -61,7 +61,7 @@ def states(task: Task | None = None, *, algorithms: Sequence[Algorithm] = ()) ->
 
 
 def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.SearchStrategy[Algorithm]:
-    """Generate shipped algorithms with the settings of their examples, which shrink to the first of `SHIPPED`.
+    """Generate shipped algorithms with any valid settings, which shrink to the first of `SHIPPED` with common ones.
 
     Args:
         name: Name of the factory; by default any algorithm that accepts the task.
@@ -70,18 +70,14 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
     if name is not None and name not in SHIPPED:
         raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
     rows = [row for row in SHIPPED.values() if (row.accepts(task) if name is None else row.name == name)]
-    return _examples(rows)
-
-
-def _examples(rows: Sequence[Row]) -> st.SearchStrategy[Algorithm]:
-    texts = [text for row in rows for text in row.examples]
-    return st.sampled_from(texts).map(lambda text: Subject.of(text).algorithm)
+    return st.one_of([row.algorithms() for row in rows])
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
     """Generate lists of shipped algorithms that suit the task, with different names; they shrink to the empty list."""
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
-    return st.lists(_examples(rows), max_size=max_size, unique_by=lambda algorithm: algorithm.name)
+    each = st.one_of([row.algorithms() for row in rows])
+    return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
 
 
 # Cases

@@ -27,4 +27,4 @@ def test_a_stage_is_inserted_into_every_scope_and_scopes_keep_their_settings() -
     assert [repr(node).replace("forward, look", "forward") for node in new] == list(map(repr, program))
     step, task = compose(new), TASKS["vectors"]
     step.fold(step.init(task.make_state(0)), task.make_batch(0, 6))
-    assert seen == [2] * 9
+    assert seen[:9] == [2] * 9  # then come examples that the first run compares with halves of them

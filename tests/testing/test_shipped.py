@@ -2,16 +2,20 @@
 
 import pytest
 import torch
+from hypothesis import find, given, settings, strategies as st
 
 from purecompose import compose, loop_events, tree
 from purecompose.algorithms import FACTORIES
+from purecompose.schedule import Hparam, Product
 from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import acts_in_step
 from purecompose.testing.record import run
 from purecompose.testing.shipped import SHIPPED
+from purecompose.testing.strategies import cases
 from purecompose.testing.tasks import TASKS
 from purecompose.time.predicates import NEVER
 from tests.helpers import without
+from tests.sampling import one_in
 from tests.shipped_examples import examples
 
 
@@ -76,6 +80,37 @@ def test_other_tasks_are_refused(row, name):
         with pytest.raises(error, match=message) as caught:
             loss_after_a_step(Subject.of(source).algorithm, Case(TASKS[name]))
         assert any(f"in {row.name} at" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.filterwarnings("ignore:gradient_accumulation. the run has ended within a group:UserWarning")
+@pytest.mark.parametrize("row", one_in(4, SHIPPED.values(), lambda row: row.name))
+@settings(max_examples=5)
+@given(data=st.data())
+def test_declared_settings_build_print_and_run(row, data):
+    task, algorithm = TASKS[data.draw(st.sampled_from(row.accepted))], data.draw(row.algorithms())
+    assert repr(algorithm).startswith(f"{row.name}(")
+    # A single row that is cut to its first position may only have an ignored label, and then the mean is empty.
+    case = data.draw(cases([task], algorithm).filter(lambda case: case.batch_size > 1))
+    assert torch.isfinite(loss_after_a_step(algorithm, case))
+
+
+@pytest.mark.parametrize(
+    ("name", "condition"),
+    [
+        ("label_smoothing", lambda given: given.get("smoothing") == 1),
+        ("mixup", lambda given: given["alpha"] == 0),
+        ("mixup", lambda given: isinstance(given["alpha"], Hparam)),
+        ("mixup", lambda given: isinstance(given["alpha"], Product)),
+        ("selective_backprop", lambda given: given.get("keep") == 1),
+        ("selective_backprop", lambda given: given.get("full_every") == 1),
+        ("gradient_clipping", lambda given: given["clipping_type"] == "adaptive" and "exclude" not in given),
+        ("layer_freezing", lambda given: given.get("num_stages") == 2),
+        ("sam", lambda given: given.get("per_rank")),
+    ],
+)
+def test_edge_values_are_among_the_settings(name, condition):
+    """They are found by search, so that a strategy that no longer draws them is noticed."""
+    find(SHIPPED[name].settings(), condition, settings=settings(max_examples=1000, database=None))
 
 
 @pytest.mark.filterwarnings("ignore:.* which the program does not have")
