@@ -1,6 +1,7 @@
 """The tables of docs/matrix.md: what happens when a step with each shipped method trains each network.
 
-`python -m tests.foreign.matrix` prints them; `--write` puts them into the page, where all libraries import.
+`python -m tests.foreign.matrix` prints them; `--write` puts them into the page. The cells of libraries that are not
+installed stay as they are.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
 from tests.foreign.foreign_case import Case
 from tests.foreign.foreign_modes import make_state
-from tests.foreign.matrix_networks import COLUMNS, MISSING, Logits
+from tests.foreign.matrix_networks import COLUMNS, HEADS, MISSING, Logits
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "matrix.md"
 MARK = "<!-- Written by `python -m tests.foreign.matrix --write`. -->"
 
-WORKS, NOTHING = "✓", "–"
+WORKS, NOTHING, UNKNOWN = "✓", "–", "?"
 
 SETTINGS = {
     "1": "with `alibi(1)`, which leaves the batch as it is",
@@ -57,6 +58,7 @@ MEANINGS = {
     **{f"{WORKS} {mark}": f"it works {words}" for mark, words in SETTINGS.items()},
     NOTHING: "it finds nothing to change, and warns",
     **{mark: f"refused: {words}" for mark, (words, _) in REASONS.items()},
+    UNKNOWN: "not tried: the library was not installed",
 }
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "torch_geometric")
 
@@ -194,29 +196,35 @@ def on_the_page() -> Cells:
 
 def rendered(cells: Cells) -> str:
     """Return the part of the page below `MARK`."""
-    heads = list(next(iter(cells.values())))
-    lines = ["", *(f"* **{mark}** {words}" for mark, words in MEANINGS.items()), ""]
+    used = {mark for row in cells.values() for mark in row.values()}
+    lines = ["", *(f"* **{mark}** {words}" for mark, words in MEANINGS.items() if mark in used), ""]
     for group, factories in GROUPS.items():
-        lines += [f"## {group}", "", f"| method | {' | '.join(heads)} |", f"| --- |{' :-: |' * len(heads)}"]
+        lines += [f"## {group}", "", f"| method | {' | '.join(HEADS)} |", f"| --- |{' :-: |' * len(HEADS)}"]
         for method in (factory.__name__ for factory in factories):
             lines.append(f"| [{method}](algorithms/{method}.md) | {' | '.join(cells[method].values())} |")
         lines.append("")
-    made = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES)
+    kept = dict(re.findall(r"(\w+) (\d[\w.]*\w)", PAGE.read_text().rpartition("Made with")[2]))
+    new = {name: version(name).partition("+")[0] for name in PACKAGES if name not in MISSING.values()}
+    made = ", ".join(f"{name} {new.get(name) or kept[name]}" for name in PACKAGES)
     return "\n".join([*lines, f"Made with {made}.", ""])
 
 
-def main(*options: str) -> int:
-    """Print the tables or write them to the page, and return the exit status."""
+def main(*options: str) -> None:
+    """Print the tables or write them to the page."""
     torch.set_num_threads(1)
-    text = rendered({method: {head: cell(method, head) for head in COLUMNS} for method in SHIPPED})
-    if "--write" not in options:
-        print(text)
-    elif MISSING:
-        print(f"not written: these do not import here: {', '.join(sorted(set(MISSING.values())))}")
-    else:
+    page = on_the_page()
+
+    def cell_of(method: str, head: str) -> str:
+        return cell(method, head) if head in COLUMNS else page.get(method, {}).get(head, UNKNOWN)
+
+    text = rendered({method: {head: cell_of(method, head) for head in HEADS} for method in SHIPPED})
+    if "--write" in options:
         PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n" + text)
-    return int("--write" in options and bool(MISSING))
+    else:
+        print(text)
+    if MISSING:
+        print(f"cells were kept, since these do not import here: {', '.join(sorted(set(MISSING.values())))}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

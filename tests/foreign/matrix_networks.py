@@ -14,7 +14,7 @@ from tests.foreign.foreign_case import Case, classes
 from tests.foreign.foreign_libraries import VOCABULARY, is_installed, photos
 
 
-__all__ = ["COLUMNS", "MISSING", "Logits"]
+__all__ = ["COLUMNS", "HEADS", "MISSING", "Logits"]
 
 
 class Logits(nn.Module):
@@ -99,8 +99,12 @@ def cases() -> dict[str, tuple[str, Case | None]]:
     return {head: (name, case if not name or is_installed(name) else None) for head, (name, case) in found.items()}
 
 
-COLUMNS: dict[str, Case] = {head: case for head, (_, case) in cases().items() if case is not None}
+_CASES = cases()
+HEADS = tuple(_CASES)
+"""The heads of the columns."""
+
+COLUMNS: dict[str, Case] = {head: case for head, (_, case) in _CASES.items() if case is not None}
 """The networks with their batches, by the heads of their columns."""
 
-MISSING: dict[str, str] = {head: name for head, (name, case) in cases().items() if case is None}
+MISSING: dict[str, str] = {head: name for head, (name, case) in _CASES.items() if case is None}
 """The libraries of the other columns, which do not import."""

@@ -7,8 +7,8 @@ import pytest
 import purecompose as pc
 from purecompose import tree
 from purecompose.testing.shipped import SHIPPED
-from tests.foreign.matrix import MEANINGS, Run, cell, on_the_page, ways
-from tests.foreign.matrix_networks import COLUMNS, MISSING
+from tests.foreign.matrix import MARK, MEANINGS, PAGE, Run, cell, on_the_page, rendered, ways
+from tests.foreign.matrix_networks import COLUMNS, HEADS, MISSING
 
 
 page = functools.cache(on_the_page)
@@ -22,7 +22,12 @@ def check_imports(head: str) -> None:
 def test_the_page_has_all_methods_and_networks() -> None:
     assert page().keys() == SHIPPED.keys()
     for cells in page().values():
-        assert {*cells} == {*COLUMNS, *MISSING} and {*cells.values()} <= {*MEANINGS}
+        assert tuple(cells) == HEADS and {*cells.values()} <= {*MEANINGS}
+
+
+def test_the_tables_are_rendered_as_on_the_page_with_the_cells_of_missing_libraries() -> None:
+    tables = rendered(page()).partition("Made with")[0]
+    assert PAGE.read_text().partition(MARK)[2].partition("Made with")[0] == "\n" + tables
 
 
 @pytest.mark.slow
