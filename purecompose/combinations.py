@@ -1,7 +1,6 @@
-"""What does not work together: one table, with the reason and the remedy of each row.
+"""Pairs of features that do not work together: one table, with the reason and the remedy of each.
 
-Everything else does: each method, loss and network eager and compiled, in microbatches, resumed, as a population, on
-several processes, and differentiated. `docs/concepts.md` shows the table, and a test tries each row.
+`docs/concepts.md` shows it, and a test tries each row. Limits of single functions are stated where they are.
 """
 
 from typing import NamedTuple
@@ -28,15 +27,17 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     (_POPULATION, _PROCESSES): Refusal(
         "its members train in one process",
-        "give each process a population of its own; pc.whole(state) puts a divided state together",
+        "give each process a population of its own, of states that are not divided (pc.whole)",
     ),
-    (_POPULATION, "a host algorithm inside of a scope"): Refusal(
-        "all members are computed as one there", "let it act outside of the scope, or drop host=True"
+    (_POPULATION, "a host algorithm inside Microbatches or another scope"): Refusal(
+        "inside scopes all members are computed at once under vmap",
+        "let it act outside, such as at AFTER_TRAIN_BATCH, or drop host=True",
     ),
     (_POPULATION, "a host algorithm that matches by values"): Refusal(
-        "members could differ in it, and a population has one schedule", "match by time, and decide in apply"
+        "members could differ in what it decides, and a population has one schedule",
+        "match by time, and decide in apply",
     ),
-    (_POPULATION, "an observer of single algorithms"): Refusal(
+    (_POPULATION, "traced"): Refusal(
         "tensors have no values under vmap",
         "observe a member by the step that population was given, traced(step)(unstack_states(state)[0], batch)",
     ),
@@ -46,8 +47,8 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     (_POPULATION, "checkpoints chosen by a metric"): Refusal(
         "it has no single best state", "count the newest, Checkpoints(keep=...)"
     ),
-    (_PROCESSES, "several processes again"): Refusal(
-        "the step's batch is divided already", "divide the step that compose made"
+    (_PROCESSES, "a step that is divided already"): Refusal(
+        "its batch would be divided twice", "divide the step that compose made"
     ),
     (_PROCESSES, "a Grad outside of Microbatches"): Refusal(
         "processes divide the batch of each Microbatches at the program's top level, and every process would compute "
@@ -55,22 +56,22 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "put Microbatches(...) around it, and around scopes of your own, without an update in them",
     ),
     (_PROCESSES, "a stage of your own with denominators or losses.over_batch"): Refusal(
-        "it needs the whole batch, of which each process has a part",
+        "the stage needs the whole batch, of which each process has a part",
         "let the stages `forward` and `loss` run the network and a loss that declares it",
     ),
-    (_PROCESSES, "derivatives through steps and maps over them"): Refusal(
-        "no gradient or map goes through the messages",
-        "differentiate and map the step of one process; pc.whole(state) puts a divided state together",
+    (_PROCESSES, "transforms of torch.func and gradients through steps"): Refusal(
+        "no gradient or map goes through messages between processes",
+        "differentiate and map the step of one process, on pc.whole(state)",
     ),
     (_PROCESSES, "nn.SyncBatchNorm"): Refusal(
-        "it does not know how a batch's parts are weighted",
+        "SyncBatchNorm does not know how the parts of a batch are weighted",
         "keep nn.BatchNorm, which has the statistics of the whole batch here",
     ),
     (_PROCESSES, "pickle"): Refusal(
         "the step belongs to a process group", "pickle the step that compose made, and divide it in each process"
     ),
     ("fully_sharded", "the gradient of one process's part"): Refusal(
-        "it is taken at parameters that differ between processes", "use data_parallel"
+        "parameters would differ between processes", "use data_parallel"
     ),
     (_LAYERS, "methods that read gradients of parts of the batch"): Refusal(
         "no process computes the gradient of its own part", 'use gather="step"'
@@ -79,28 +80,28 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "each slice sends messages, so that all processes must cut their parts alike", 'use gather="step"'
     ),
     ("a Grad", "a host algorithm in it"): Refusal(
-        "its body is differentiated and compiled as a whole",
+        "the body of a Grad is differentiated and compiled as a whole",
         "let it act before or after the gradient, or drop host=True",
     ),
     ("a host algorithm in Microbatches", "methods that compute the gradient again"): Refusal(
-        "a compiled step runs both in one graph", "let it act outside of Microbatches"
+        "a compiled step runs the slices again within one graph", "let it act outside of Microbatches"
     ),
     ("Microbatches", "several stages with denominators"): Refusal(
         "a slice has a share of one set of denominators", "put each stage into its own Microbatches"
     ),
     ("methods that take means over batches", "a stage of your own with num_terms"): Refusal(
-        "they weight batches by the terms of the state's loss, or by examples",
+        "batches are weighted by the terms of the state's loss, or by examples",
         "use microbatches, or let the stages `forward` and `loss` compute the loss",
     ),
     ("state.gradients(of=...)", "a loss in a stage of your own"): Refusal(
-        "no other loss can be put into its function",
+        "the stage computes its loss itself, so another loss cannot take its place",
         "use the stage `loss`, or a Stage(..., sets_loss=True) that calls state.context.loss",
     ),
-    (_GRAPHS, "donate=False"): Refusal("new values are in other memory after each step", "leave out donate=False"),
-    (_GRAPHS, "dynamic"): Refusal("its sizes are fixed", "leave out dynamic"),
-    (_GRAPHS, "microbatches"): Refusal("they are cut and averaged on the host", "leave the mode out"),
-    (_GRAPHS, _PROCESSES): Refusal("messages are not recorded", "leave the mode out"),
-    (_GRAPHS, "host algorithms"): Refusal("they run between kernels", "leave the mode out"),
+    (_GRAPHS, "donate=False"): Refusal("a CUDA graph needs the new values in the old memory", "leave out donate=False"),
+    (_GRAPHS, "dynamic"): Refusal("a CUDA graph has fixed sizes", "leave out dynamic"),
+    (_GRAPHS, "microbatches"): Refusal("slices are cut and averaged on the host", "leave the mode out"),
+    (_GRAPHS, _PROCESSES): Refusal("messages between processes are not recorded", "leave the mode out"),
+    (_GRAPHS, "host algorithms"): Refusal("host algorithms run between kernels", "leave the mode out"),
 }
 """Why they do not work together, by a feature and another one."""
 
@@ -115,9 +116,9 @@ def unsupported(feature: str, other: str, where: str = "") -> UnsupportedError:
 
     Example:
         >>> print(unsupported("a population", "another population", "population(step, 3)"))
-        population(step, 3): a population with another population is not supported: a state has one dimension of \
-members; put all members into one population
+        population(step, 3): a population with another population does not work, because a state has one dimension \
+of members. Instead: put all members into one population
     """
     row = REFUSED[feature, other]
     place = f"{where}: " if where else ""
-    return UnsupportedError(f"{place}{feature} with {other} is not supported: {row.reason}; {row.remedy}")
+    return UnsupportedError(f"{place}{feature} with {other} does not work, because {row.reason}. Instead: {row.remedy}")

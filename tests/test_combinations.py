@@ -107,25 +107,23 @@ LAYERS, GRAPHS = 'fully_sharded(gather="layer")', 'compile(mode="reduce-overhead
 TRIALS: dict[tuple[str, str], Callable[[], Any]] = {
     ("a population", "another population"): lambda: pc.population(pc.population(ONE_STEP, 2), 2),
     ("a population", "several processes"): lambda: pc.population(shared(ONE_STEP), 2),
-    ("a population", "a host algorithm inside of a scope"): lambda: pc.population(
+    ("a population", "a host algorithm inside Microbatches or another scope"): lambda: pc.population(
         compose(loop_events, [host(Event.AFTER_BACKWARD)]), 2
     ),
     ("a population", "a host algorithm that matches by values"): lambda: pc.population(
         of(loop.Grad(loop.forward, loop.loss), AT_VALUES), 2
     ),
-    ("a population", "an observer of single algorithms"): lambda: pc.traced(pc.population(ONE_STEP, 2))(
-        members(), BATCH
-    ),
+    ("a population", "traced"): lambda: pc.traced(pc.population(ONE_STEP, 2))(members(), BATCH),
     ("a population", "stopping rules"): lambda: fit_members(
         evaluate=pc.Evaluator(pc.data.arrays(*BATCH, batch_size=2)), stop=pc.EarlyStopping("eval/loss", "1ep")
     ),
     ("a population", "checkpoints chosen by a metric"): keeps_best,
-    ("several processes", "several processes again"): divided_again,
+    ("several processes", "a step that is divided already"): divided_again,
     ("several processes", "a Grad outside of Microbatches"): lambda: shared(of(loop.Grad(loop.forward, loop.loss))),
     ("several processes", "a stage of your own with denominators or losses.over_batch"): lambda: lowered(
         shared(of(SLICED(loop.Grad(TWICE))))
     ),
-    ("several processes", "derivatives through steps and maps over them"): lambda: torch.func.vmap(
+    ("several processes", "transforms of torch.func and gradients through steps"): lambda: torch.func.vmap(
         lambda x: RANKS.agree([x.sum()])[0]
     )(torch.ones(3)),
     ("several processes", "nn.SyncBatchNorm"): lambda: enter_guard(new_state(nn.SyncBatchNorm(3))),
@@ -163,8 +161,8 @@ def test_each_row_is_refused_with_its_reason_and_remedy(features: tuple[str, str
     row, error = REFUSED[features], pickle.PicklingError if "pickle" in features else pc.errors.UnsupportedError
     with pytest.raises(error) as raised:
         TRIALS[features]()
-    assert " with ".join(features) + " is not supported: " in str(raised.value)
-    assert str(raised.value).endswith(f"{row.reason}; {row.remedy}")
+    expected = f"{' with '.join(features)} does not work, because {row.reason}. Instead: {row.remedy}"
+    assert str(raised.value).endswith(expected)
 
 
 def test_all_rows_are_tried() -> None:

@@ -165,9 +165,9 @@ def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]
     # By types: `has_torch_function` is true in every mode, and the public function would leave the mode while the
     # backward pass runs, in which layers may be computed again.
     kinds = {type(loss), *map(type, leaves)}
-    is_plain = loss.is_floating_point() and all(kind.__torch_function__ in _PLAIN for kind in kinds - {Tensor})
+    takes_engine = loss.is_floating_point() and all(kind.__torch_function__ in _PLAIN for kind in kinds - {Tensor})
     run = _run_on_cpu if loss.is_cpu else _run_backward
-    if run is None or not is_plain or torch.compiler.is_compiling():
+    if run is None or not takes_engine or torch.compiler.is_compiling():
         return torch.autograd.grad(loss, leaves, allow_unused=True)
     # By position: grad_outputs, retain_graph, create_graph, inputs, allow_unused.
     return run((loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False)

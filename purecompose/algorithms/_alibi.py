@@ -124,8 +124,8 @@ def _rules() -> surgery.Rules:
         NoPositions: None,
         SelfAttention: _attention,
         PositionEmbedding: _positions,
-        Alibi: None,
-        NoPosition: None,
+        TransformersAttention: None,
+        TransformersPositions: None,
         stand_in(_GPT2, "GPT2Model"): gpt2,
         _GPT2_ATTENTION: _transformers_attention,
         one_of(found, "GPT2Model.wpe"): gpt2_positions,
@@ -174,7 +174,7 @@ def _check_attention(site: surgery.Site) -> None:
 # it is computed explicitly ("eager") or by torch ("sdpa"); the biases are added to this mask.
 
 
-class Alibi(Derived):
+class TransformersAttention(Derived):
     """Attention layer that adds linear biases to its logits."""
 
     layer_idx: int
@@ -203,7 +203,7 @@ class Alibi(Derived):
         return super().forward(hidden_states, attention_mask=_masked(bias, attention_mask), **others)
 
 
-class NoPosition(Derived):
+class TransformersPositions(Derived):
     """Embeddings of tokens and token types without position embeddings, for any number of positions."""
 
     def forward(
@@ -272,13 +272,13 @@ def _transformers_attention(module: Any, site: surgery.Site) -> nn.Module | None
             f"{computed_by!r}; load the network with attn_implementation='sdpa'"
         )
     _check_forward(module, site)
-    return changed(module, Alibi)
+    return changed(module, TransformersAttention)
 
 
 def _transformers_embeddings(module: nn.Module, site: surgery.Site) -> nn.Module:
     _check_attention(site)
     _check_forward(module, site)
-    return changed(module, NoPosition, position_embeddings=NoPositions())
+    return changed(module, TransformersPositions, position_embeddings=NoPositions())
 
 
 def _where(module: nn.Module, site: surgery.Site) -> str:
@@ -297,4 +297,4 @@ def _check_forward(module: nn.Module, site: surgery.Site) -> None:
 _GPT2_ATTENTION = stand_in(_GPT2, "GPT2Attention")
 _BERT_ATTENTION = stand_in(_BERT, "BertSelfAttention")
 _ROBERTA_ATTENTION = stand_in(_ROBERTA, "RobertaSelfAttention")
-_ATTENTION = (SelfAttention, Alibi, _GPT2_ATTENTION, _BERT_ATTENTION, _ROBERTA_ATTENTION)
+_ATTENTION = (SelfAttention, TransformersAttention, _GPT2_ATTENTION, _BERT_ATTENTION, _ROBERTA_ATTENTION)

@@ -153,7 +153,7 @@ class Ranks:
 
     def _check_plain(self, tensors: Sequence[Tensor]) -> None:
         if is_transforming() or any(tensor.requires_grad for tensor in tensors):
-            raise unsupported("several processes", "derivatives through steps and maps over them")
+            raise unsupported("several processes", "transforms of torch.func and gradients through steps")
 
     def _check_alike(self, tensors: Sequence[Tensor]) -> None:
         forms = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]

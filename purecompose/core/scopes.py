@@ -60,7 +60,7 @@ class Scope:
         if unknown := settings.keys() - known:
             raise TypeError(f"{type(self).__name__}: unknown setting {min(unknown)!r}; those annotated are {names}")
         if missing := [name for name in known - settings.keys() if not hasattr(type(self), name)]:
-            raise TypeError(f"{type(self).__name__}: the setting {min(missing)!r} is not given; there are {names}")
+            raise TypeError(f"{type(self).__name__}: expected a value for {min(missing)!r}; its settings are {names}")
         object.__setattr__(self, "body", as_nodes(body))
         for name, value in settings.items():
             object.__setattr__(self, name, value)

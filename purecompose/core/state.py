@@ -24,7 +24,7 @@ from purecompose.core.ranks import Sharing
 from purecompose.core.values import TENSOR_FIELDS, Values, fields_where
 from purecompose.nn.model import from_module
 from purecompose.nn.network import warn_of_dropped
-from purecompose.optim.by_pattern import check_optimizer, checked_init
+from purecompose.optim.protocol import check_optimizer, checked_init
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.time import RunLength, Time, Timestamp

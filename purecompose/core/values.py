@@ -20,7 +20,7 @@ from purecompose.core.context import Context, Static
 from purecompose.core.ranks import Ranks, Sharing
 from purecompose.nn.model import Model
 from purecompose.optim.base import match_or_raise, matched
-from purecompose.optim.by_pattern import carried
+from purecompose.optim.protocol import carried
 from purecompose.schedule import Scalar, Schedule, collect, resolve
 from purecompose.time import Timestamp
 

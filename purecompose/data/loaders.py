@@ -344,6 +344,9 @@ def stream(fn: Callable[[S], Any]) -> StateStream[S]:
     return StateStream(fn)
 
 
+# Data as such: whether they are batches, their length, and facts by which a checkpoint knows them
+
+
 def check_batches(data: Any, where: str) -> None:
     """Raise if data do not yield batches: a data set of single examples, a pair of tensors, or not iterable.
 

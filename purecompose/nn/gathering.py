@@ -83,7 +83,7 @@ def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]
     if active is not None and (torch.is_grad_enabled() or is_transforming()):
         return active.in_network()
     if is_transforming() or torch.is_grad_enabled() and any(param.requires_grad for param in divided.values()):
-        raise unsupported("several processes", "derivatives through steps and maps over them")
+        raise unsupported("several processes", "transforms of torch.func and gradients through steps")
     return _compared(divided)
 
 

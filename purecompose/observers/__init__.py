@@ -16,13 +16,13 @@ from purecompose.observers.monitors import (
     text_samples as text_samples,
     updates as updates,
 )
+from purecompose.observers.nans import NaNs as NaNs
 from purecompose.observers.profile import Profile as Profile
 from purecompose.observers.progress import Progress as Progress, Stopwatch as Stopwatch
 from purecompose.observers.recorder import (
     History as History,
     Image as Image,
     Monitor as Monitor,
-    NaNs as NaNs,
     Recorder as Recorder,
     Sink as Sink,
 )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown, suggests_keywords
-from purecompose.optim.base import ByGroup, GivenGroups, OptState, Rate, Value, as_float, decayed, read, wide_dtype
+from purecompose.optim.base import ByGroup, GivenGroups, Rate, as_float, decayed, read, wide_dtype
 from purecompose.optim.lists import add, increment, mean_squares, multiply, unbound
+from purecompose.optim.protocol import OptState, Value
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
 

@@ -1,4 +1,4 @@
-"""The optimizer protocol and parameter groups.
+"""Parameter groups, and the class from which optimizers get `init` and `update`.
 
 An optimizer of this package is a `ByGroup`: it defines the tensors kept for each parameter (`slots`, `fresh`) and how a
 list of parameters moves (`move`). The class derives `init` and `update` from it: it splits the parameters by group,
@@ -13,9 +13,9 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -23,46 +23,10 @@ from torch import Tensor
 from purecompose._support.checks import shown
 from purecompose._support.shards import divided, is_shard, local, may_be_shards, place_of, placed, whole
 from purecompose.optim.lists import add, alike, is_plain
+from purecompose.optim.protocol import OptState, Value
 from purecompose.schedule import Scalar, Schedule, number
 from purecompose.schedule.declared import Check, Within, checks_of, declarations
 from purecompose.schedule.scalar import factors_of
-
-
-# The optimizer's state: slot -> parameter name -> tensor.
-OptState: TypeAlias = dict[str, dict[str, Tensor]]
-"""The memory of an optimizer: a dict for each quantity, by the names of the parameters."""
-# Reads a setting: plain numbers stay floats; schedules and hparams are returned as 0-d tensors.
-Value: TypeAlias = Callable[[Scalar], float | Tensor]
-"""How an optimizer reads the value of a scalar in a step."""
-
-
-class Optimizer(Protocol):
-    """The pair of pure functions that the step calls; hashable, and equal by value: a frozen dataclass.
-
-    Its settings are fields, so that schedules and hparams among them are found; `update` reads these by `value`.
-    """
-
-    def init(self, params: Mapping[str, Tensor]) -> Any:
-        """Return the state before the first update: a pytree of tensors with fixed structure, shapes and dtypes.
-
-        Args:
-            params: All parameters by name. Frozen ones are on the meta device; what is stored under their names, in
-                mappings from parameter names, is dropped.
-        """
-        ...
-
-    def update(
-        self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
-    ) -> tuple[dict[str, Tensor], Any]:
-        """Return new parameters and a new state; the arguments are not modified.
-
-        Args:
-            grads: Gradients by parameter name. A parameter without one keeps its tensor and its state.
-            opt_state: The state returned by `init` or the last `update`; frozen parameters may be missing in it.
-            params: All parameters by name; the result has their order.
-            value: Function from a scalar setting to its current value, a number or a 0-d tensor.
-        """
-        ...
 
 
 class Cell(NamedTuple):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from purecompose import tree
 from purecompose._support.checks import shown, suggests_keywords
-from purecompose._support.objects import check_hidden
-from purecompose.optim.base import Optimizer, OptState, Rate, Value, can_move, match_or_raise
+from purecompose.optim.base import Rate, can_move, match_or_raise
+from purecompose.optim.protocol import Optimizer, OptState, Value, check_optimizer
 from purecompose.schedule import number
 from purecompose.schedule.declared import Within, checked
 
@@ -239,86 +238,3 @@ def _blocks_of(net: nn.Module) -> str:
             'as in blocks="encoder.layer"'
         )
     return max(lists, key=lambda name: lists[name])
-
-
-# The protocol that an optimizer follows, and its memory after a surgery
-
-
-def check_optimizer(optimizer: Any, where: str) -> None:
-    """Raise a `TypeError` if this is not an optimizer."""
-    has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
-    if isinstance(optimizer, type) or not has_both:
-        raise TypeError(
-            f"{where}: expected a pure optimizer with init and update, such as optim.sgd(0.1) or "
-            f"optim.from_torch(torch.optim.NAdam), got {shown(optimizer)}"
-        )
-    check_hidden(optimizer.update, f"{where}: {optimizer!r}")
-    try:
-        hash(optimizer)
-    except TypeError as error:
-        raise TypeError(
-            f"{where}: {optimizer!r}: expected a hashable one, since compiled steps are looked up by it ({error}); "
-            "make its class a frozen dataclass (@dataclasses.dataclass(frozen=True)) with tuples in place of lists"
-        ) from None
-
-
-def checked_init(optimizer: Any, params: Mapping[str, Tensor], frozen: Collection[str] = ()) -> Any:
-    """Return the optimizer's state before the first update, without memory for frozen parameters.
-
-    Raises:
-        TypeError: The state contains something other than tensors.
-    """
-    opt_state = carried(optimizer, None, params, {}, frozen) if frozen else optimizer.init(params)
-    for path, leaf in tree.leaves_with_paths(opt_state).items():
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"optimizer: {optimizer!r}.init gave opt_state{path} = {shown(leaf)}: expected a pytree of tensors; "
-                "write torch.zeros(()) for a number"
-            )
-    return opt_state
-
-
-def carried(
-    optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: Mapping[str, str], frozen: Collection[str] = ()
-) -> Any:
-    """Return an optimizer's state with the old memory of parameters that were kept, and fresh memory of the others.
-
-    A frozen parameter has memory only if it had some before. Memory that is not stored by parameter name is kept as it
-    is, or fresh if there was none.
-
-    Args:
-        optimizer: The optimizer.
-        opt_state: Its state for the old parameters; `None` if there is none.
-        params: The parameters by their new names.
-        kept: Map from the new names of parameters that were kept to their old names.
-        frozen: The new names of parameters that do not train.
-    """
-    names, allocated = set(params), set(params).difference(kept, frozen)
-
-    def is_by_name(memory: Any) -> bool:
-        # Only the innermost such mapping: the name of a slot may also be the name of a parameter.
-        is_named = isinstance(memory, Mapping) and bool(memory) and memory.keys() <= names
-        return is_named and not any(map(is_by_name, memory.values()))
-
-    def joined(new: Any, old: Any) -> Any:
-        if is_by_name(new):
-            had = {name: old[kept[name]] for name in new if old and name in kept and kept[name] in old}
-            return {name: had.get(name, value) for name, value in new.items() if name in had or name not in frozen}
-        if isinstance(new, Mapping):
-            return {key: joined(value, old[key] if old and key in old else None) for key, value in new.items()}
-        if isinstance(new, tuple | list):
-            members = [joined(mine, theirs) for mine, theirs in zip(new, old or [None] * len(new), strict=True)]
-            return type(new)(*members) if hasattr(new, "_fields") else type(new)(members)
-        return new if old is None else old
-
-    def result() -> Any:
-        # Parameters without fresh memory are on the meta device, where theirs need not be allocated.
-        given = {name: param if name in allocated else param.detach().to("meta") for name, param in params.items()}
-        return joined(optimizer.init(given), opt_state)
-
-    memory = result()
-    if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(memory)):
-        return memory
-    # A kept parameter may need memory that it did not have, for example in another group.
-    allocated = names
-    return result()

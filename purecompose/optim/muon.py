@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown, suggests_keywords
-from purecompose.optim.base import ByGroup, Constant, GivenGroups, OptState, Rate, Value, as_float, decayed, read
+from purecompose.optim.base import ByGroup, Constant, GivenGroups, Rate, as_float, decayed, read
 from purecompose.optim.lists import add, lerp
+from purecompose.optim.protocol import OptState, Value
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
 

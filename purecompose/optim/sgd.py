@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import suggests_keywords
-from purecompose.optim.base import Betas, ByGroup, Decay, GivenGroups, Rate, Value, decayed, read, wide_dtype
+from purecompose.optim.base import Betas, ByGroup, Decay, GivenGroups, Rate, decayed, read, wide_dtype
 from purecompose.optim.lists import add, increment, lerp, multiply, sign, unbound
+from purecompose.optim.protocol import Value
 from purecompose.schedule import Scalar
 
 

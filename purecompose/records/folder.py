@@ -484,6 +484,9 @@ def _plan(step: Step, state: State, batch: Any) -> str:
         return f"The plan needs a batch, begin(step, state, batch): {error}"
 
 
+# The lock of a folder
+
+
 class _Lock:
     """A lock of this process on a run's folder, released at the latest with this object.
 

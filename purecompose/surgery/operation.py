@@ -17,7 +17,7 @@ from purecompose.core.state import State
 from purecompose.nn.model import from_module
 from purecompose.nn.splitting import OWN, places
 from purecompose.optim.base import match_or_raise, matched
-from purecompose.optim.by_pattern import carried
+from purecompose.optim.protocol import carried
 from purecompose.optim.wrapping import rules_of
 
 

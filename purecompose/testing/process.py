@@ -1,6 +1,6 @@
 """The settings of the process, which are not in a state, and functions in several processes, new or simulated.
 
-Each call has new processes of its own, so that nothing that an earlier one has left is there. The fork server of
+A call in new processes has its own, so that nothing that an earlier one has left is there. The fork server of
 `multiprocessing` imports torch once, and never runs an operation of it: a new process takes a few hundredths of a
 second. Where there is none (Windows), each process imports torch again.
 """
@@ -35,6 +35,9 @@ from purecompose.transforms.data_parallel import shared_program
 
 
 T = TypeVar("T")
+
+
+# Settings and clocks of this process
 
 
 def process_settings() -> dict[str, Any]:
@@ -115,21 +118,6 @@ def _modules() -> list[Any]:
     known = {*sys.stdlib_module_names, "torch", "purecompose"}
     others = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] not in known]
     return [os, time, datetime, *(one for one in others if "site-packages" not in (getattr(one, "__file__", "") or ""))]
-
-
-@contextlib.contextmanager
-def as_rank(rank: int, size: int) -> Iterator[None]:
-    """Set the environment variables with which launchers pass a process its rank, and restore them afterwards."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 _NOW = time.time
@@ -346,6 +334,21 @@ def _serve(connection: Connection, request: bytes, settings: dict[str, Any]) -> 
 
 
 # Simulated processes
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """Set the environment variables with which launchers pass a process its rank, and restore them afterwards."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:

@@ -144,7 +144,7 @@ def shared_program(
 ) -> Program:
     """Return a program in which several processes share the batch of each `Microbatches`."""
     if any(isinstance(node, Shared) for node in program):
-        raise unsupported("several processes", "several processes again", "data_parallel")
+        raise unsupported("several processes", "a step that is divided already", "data_parallel")
     divided = [node for node in program if isinstance(node, Microbatches)]
     if any(isinstance(node, Grad) for node in walk(node for node in program if node not in divided)):
         raise unsupported("several processes", "a Grad outside of Microbatches", "data_parallel")

@@ -101,7 +101,7 @@ class Stacked(Members):
     def _together(self, operation: Operation) -> Operation:
         def run(carry: Carry, purpose: Purpose) -> Carry:
             if purpose.watch is not None:
-                purpose.watch.refuse_observer(unsupported("a population", "an observer of single algorithms"))
+                purpose.watch.refuse_observer(unsupported("a population", "traced"))
             ends: list[Carry] = []
 
             def one(state: State) -> dict[str, Any]:
@@ -163,9 +163,9 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
 
     Raises:
         TypeError: `step` is not a step.
-        ValueError: `n` or `chunk_size` is below 1, `batches` has another value, the step is of a population or of
-            several processes, or a host algorithm acts inside a scope of the program or has a `match` that reads more
-            than the time.
+        ValueError: `n` or `chunk_size` is below 1, or `batches` has another value.
+        UnsupportedError: The step is of a population or of several processes, or a host algorithm acts inside a scope
+            of the program or has a `match` that reads more than the time.
 
     Example:
         >>> import torch, purecompose as pc
@@ -308,7 +308,7 @@ def _differing_field(first: Context, other: Context) -> str | None:
 
 
 def _check_host(step: Step) -> None:
-    """Raise a `ValueError` for host algorithms that cannot act on one member after the other."""
+    """Raise an `UnsupportedError` for host algorithms that cannot act on one member after the other."""
     outermost = {node for node in step.program if isinstance(node, Event)}
     for algorithm in step.algorithms:
         if not algorithm.host:
@@ -316,7 +316,11 @@ def _check_host(step: Step) -> None:
         for event in step.events:
             left = algorithm.predicate.at(event)
             if left != NEVER and event not in outermost:
-                raise unsupported("a population", "a host algorithm inside of a scope", f"{algorithm.name} at {event}")
+                raise unsupported(
+                    "a population",
+                    "a host algorithm inside Microbatches or another scope",
+                    f"{algorithm.name} at {event}",
+                )
             if not left.is_timed:
                 raise unsupported(
                     "a population", "a host algorithm that matches by values", f"{algorithm.name} at {event}"

@@ -159,7 +159,7 @@ def test_a_scope_with_an_update_may_run_several_times():
 def test_unknown_settings_missing_ones_and_results_are_errors():
     with pytest.raises(TypeError, match="Averaged: unknown setting 'time'; those annotated are times"):
         Averaged(GRAD, time=2)
-    with pytest.raises(TypeError, match="Averaged: the setting 'times' is not given; there are times"):
+    with pytest.raises(TypeError, match="Averaged: expected a value for 'times'; its settings are times"):
         Averaged(GRAD)
 
     class Forgetful(loop.Scope):

@@ -42,7 +42,7 @@ def finished(duration: str | None) -> Any:
 
 TWICE = [Evaluator(TWO), Evaluator(ONE), Evaluator(ONE, label="other")]
 LOSS = Evaluator(TWO, {"loss": pc.losses.cross_entropy})
-STACKED = "stop: a population with stopping rules is not supported: its members would stop at different times"
+STACKED = "stop: a population with stopping rules does not work, because its members would stop at different times"
 
 
 def evaluator(**settings: Any) -> Evaluator:
