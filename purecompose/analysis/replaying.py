@@ -116,7 +116,8 @@ class RecordedRun:
         """The state from which the run started, with all memory."""
         # The length of a run in seconds is not in its checkpoints; each state is given that of its own checkpoint.
         duration = self.checkpoints[-1].index.time["duration"] or f"{self.last_batch + 1}ba"
-        return start_of_run(self.step, self.state, self.data, (*self.stop, *self.adjust), duration)[0]  # pyright: ignore
+        rules = (*self.stop, *self.adjust)  # pyright: ignore
+        return start_of_run(self.step, self.state, self.data, rules, duration)[0]
 
     @cached_property
     def losses(self) -> dict[int, Any]:

@@ -167,7 +167,7 @@ class Ranks:
 
 
 class SharedPart:
-    """This rank's part of a batch, or a slice of it, within the pass that computes its gradient; a `SharedBatch`.
+    """This rank's part of a batch, or a slice of it, within the pass that computes its gradient.
 
     The loss of a part may count nothing, as if all its targets are ignored. Its examples still reach the losses of
     other ranks, by the statistics that all share. So its gradients, which are those of the other losses, count in full;

@@ -12,7 +12,8 @@ from purecompose.algorithms.functional import clip_by_norm
 
 
 # A state's fields may be `None`, which a body's loss and gradients are not.
-# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false
 
 
 class Averaged(loop.Scope):

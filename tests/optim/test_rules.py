@@ -214,7 +214,9 @@ def test_only_the_sign_passes_no_gradient(tensors):
     optimizer = optim.lion(hparam("lr", 0.1), betas=(hparam("b1", 0.9), 0.99), weight_decay=0.5)
 
     def total(lr: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-        return optimizer.update(grads, opt_state, params, lambda s: {"lr": lr, "b1": beta}[s.name])[0]["w"].sum()  # type: ignore[union-attr]
+        values = {"lr": lr, "b1": beta}
+        moved, _ = optimizer.update(grads, opt_state, params, lambda scalar: values[scalar.name])  # type: ignore
+        return moved["w"].sum()
 
     to_lr, to_beta = torch.func.grad(total, argnums=(0, 1))(torch.tensor(0.1).double(), torch.tensor(0.9).double())
     sign = (0.9 * opt_state["exp_avg"]["w"] + 0.1 * grads["w"]).sign()

@@ -273,7 +273,7 @@ def is_first_run() -> bool:
 
 
 def shared_batch() -> Any:
-    """Return the `SharedBatch` whose statistics batch normalisation uses, or `None`."""
+    """Return the `SharedPart` whose statistics batch normalisation uses, or `None`."""
     part = CURRENT.get()
     return None if part is None or part.run is None or part.is_apart else part.run.shared_batch
 
