@@ -51,6 +51,22 @@ def test_texts_avoid_words_that_must_be_decoded(pattern: str) -> None:
     assert not found, f"write {WORDS[pattern]!r}:\n" + "\n".join(found)
 
 
+def without_code(page: str) -> str:
+    """Return a page with empty lines for its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```", lambda block: "\n" * block[0].count("\n"), page, flags=re.S | re.M)
+
+
+def test_prose_of_pages_has_at_most_120_columns() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in TEXTS
+        if path.suffix == ".md" and path.name != "concepts.md"
+        for number, line in enumerate(without_code(path.read_text()).splitlines(), 1)
+        if len(line) > 120 and not re.match(r"\s*(\||!?\[[^]]*\]\(\S*\)$)", line)  # tables, and links alone
+    ]
+    assert not found, "\n".join(found)
+
+
 def documented(path: pathlib.Path) -> Iterator[tuple[ast.AST, str, str]]:
     """Yield each function and class with its place and its docstring."""
     for node in ast.walk(ast.parse(path.read_text())):
