@@ -82,6 +82,9 @@ def from_json(text: bytes) -> Index:
         fields = {field.name: _restored(content.get(field.name)) for field in dataclasses.fields(Index)}
     except ValueError as error:
         raise DamagedError(f"its index has a number that is none: {error}") from error
+    description = fields["description"]
+    if isinstance(description, dict) and isinstance(description.get("base"), str):  # whole, and not to be put aside
+        raise CheckpointError("an earlier purecompose wrote it with parts='trainable': load it with that version")
     for name, form in _FORMS.items():
         if (place := misfit(fields[name], form, name)) is not None:
             raise DamagedError(f"its index has no valid {place}")

@@ -1,6 +1,7 @@
 """save and load: the same bits come back, and every kind of difference is reported."""
 
 import collections
+import dataclasses
 import json
 import math
 import pathlib
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import Event, State, algorithms, compose, loop_events, losses, optim, schedule
 from purecompose.run.saving import read_index
+from purecompose.run.saving.files import to_json
 from tests.helpers import assert_same, changing, counter, make_batch, make_cnn, make_mlp, make_state, noise, run_steps
 
 
@@ -331,3 +333,16 @@ def test_another_base_is_refused(tmp_path: pathlib.Path) -> None:
     assert torch.equal(loaded.params["first.weight"], adapted(seed=1).params["first.weight"])
     with pytest.raises(ValueError, match="parts='adapters': expected 'all' or 'trainable'"):
         pc.save(adapted(), tmp_path / "one", parts="adapters")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_trainable_part_from_an_earlier_version_is_refused_and_not_put_aside(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ep0001-ba00000001"
+    pc.save(adapted(), path, parts="trainable")
+    index = read_index(path)
+    earlier = {**index.description, "base": "0" * 64}  # one checksum of all frozen parameters
+    (path / "index.json").write_text(to_json(dataclasses.replace(index, description=earlier)))
+    step, kept = compose(loop_events), pc.Checkpoints(tmp_path)
+    for resume in (path, "auto"):
+        with pytest.raises(pc.errors.CheckpointError, match="an earlier purecompose wrote it") as caught:
+            pc.fit(step, adapted(), [make_batch()], duration="2ep", checkpoints=kept, resume=resume)
+        assert not isinstance(caught.value, pc.errors.DamagedError) and path.exists()
