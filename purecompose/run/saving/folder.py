@@ -98,8 +98,8 @@ def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
             sync(new)
             while not _has_moved(new, target):  # another writer may put its own there in between
                 _check_replaceable(target)
+                _discard(old, target)
                 with contextlib.suppress(FileNotFoundError):
-                    _delete(old)
                     target.rename(old)
             sync(target.parent)
         except BaseException:
@@ -107,7 +107,7 @@ def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
                 old.rename(target)
             shutil.rmtree(new, ignore_errors=True)
             raise
-    _delete(old)
+    _discard(old, target)
 
 
 def _has_moved(new: Path, target: Path) -> bool:
@@ -190,6 +190,8 @@ def read_index(path: Path) -> Index:
 
 
 def _text_of_index(path: Path) -> bytes:
+    """Return the content of an index, after looking for it several times: another process may be replacing it."""
+    looks, deadline = 0, time.monotonic() + _REPLACED
     while True:
         try:
             return read_whole(path / INDEX, _MOST_INDEX)
@@ -197,8 +199,20 @@ def _text_of_index(path: Path) -> bytes:
             if not path.exists():
                 with contextlib.suppress(OSError):  # its writer may have died between the two renames
                     clear(path.parent)
-            if not (path / INDEX).exists():  # otherwise another process has just replaced it
+            looks += not _is_being_written(path)  # while it is, a look says nothing
+            if looks == _LOOKS or time.monotonic() > deadline:
                 raise
+            time.sleep(0.001)
+
+
+_LOOKS, _REPLACED = 3, 1.0
+"""Number of looks after which a file is missing, and the seconds after which it is even if another writes there."""
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether a hidden folder says that a checkpoint is being written or replaced."""
+    found = (_HIDDEN.fullmatch(one.name) for one in path.parent.glob(".*"))
+    return any(one is not None and one["name"] == path.name for one in found)
 
 
 def is_name(name: str) -> bool:
@@ -243,7 +257,9 @@ def clear(folder: Path) -> None:
         if left["kind"] == _OLD and not os.path.lexists(target):
             with contextlib.suppress(OSError):  # another process has put something there meanwhile
                 path.rename(target)
-        elif left["kind"] == _OLD or _is_left(path):  # what replaces an old one is complete
+        elif left["kind"] == _OLD:  # what replaces an old one is complete
+            _discard(path, target)
+        elif _is_left(path):
             _delete(path)
 
 
@@ -258,11 +274,8 @@ def remove(path: Path) -> None:
 
     A folder with other files is not deleted, because they would be lost.
     """
-    if not _is_ours_alone(path):
-        return
-    gone = hidden(path)
-    path.rename(gone)
-    _delete(gone)
+    if _is_ours_alone(path):
+        _discard(path, path)
 
 
 _NAME = re.compile(r"ep\d{4,}-ba\d{8,}")
@@ -282,6 +295,14 @@ def _is_left(path: Path) -> bool:
 def hidden(target: Path, word: str | None = None, kind: str = _WRITING) -> Path:
     """Return the hidden path at which `target` is written, or what it replaces is kept, with a word that is unique."""
     return target.with_name(f".{target.name}.{word or secrets.token_hex(8)}{kind}")
+
+
+def _discard(path: Path, target: Path) -> None:
+    """Delete a checkpoint that was at `target`, if it is still there; `clear` restores nothing from its new name."""
+    gone = hidden(target)
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(gone)
+        _delete(gone)
 
 
 def _delete(path: Path) -> None:

@@ -147,3 +147,37 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path,
 
     monkeypatch.setattr(disk, "read_whole", replaced_meanwhile)
     assert disk.read_index(path).batch == 0
+
+
+def test_an_index_is_missing_only_if_nobody_is_replacing_it(tmp_path, monkeypatch):
+    path, real, looks = pc.save(make_state(), tmp_path / NAME), disk.read_whole, []
+    (path / "index.json").rename(tmp_path / "index")
+
+    def replaced_late(file, most):
+        looks.append(file)
+        if len(looks) == 9:
+            (tmp_path / "index").rename(file)
+        return real(file, most)
+
+    monkeypatch.setattr(disk, "read_whole", replaced_late)
+    with pytest.raises(pc.errors.DamagedError, match="index.json cannot be read"):
+        disk.read_index(path)
+    looks.clear()
+    disk.hidden(path).mkdir()
+    assert disk.read_index(path).batch == 0
+
+
+def test_a_reader_restores_nothing_that_is_being_deleted(tmp_path, monkeypatch):
+    path, real, deleted = pc.save(make_state(), tmp_path / NAME), disk.shutil.rmtree, []
+
+    def delete(folder, **settings):
+        (folder / "index.json").unlink()
+        path.rename(tmp_path / "moved")  # as another writer does
+        disk.clear(tmp_path)
+        deleted.append(path.exists())
+        (tmp_path / "moved").rename(path)
+        real(folder, **settings)
+
+    monkeypatch.setattr(disk.shutil, "rmtree", delete)
+    pc.save(make_state(), path)
+    assert deleted == [False] and names(tmp_path) == [NAME]
