@@ -83,9 +83,6 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "the body of a Grad is differentiated and compiled as a whole",
         "let it act before or after the gradient, or drop host=True",
     ),
-    ("a host algorithm in Microbatches", "methods that compute the gradient again"): Refusal(
-        "a compiled step runs the slices again within one graph", "let it act outside of Microbatches"
-    ),
     ("Microbatches", "several stages with denominators"): Refusal(
         "a slice has a share of one set of denominators", "put each stage into its own Microbatches"
     ),

@@ -52,7 +52,7 @@ def of(gradient: Any, *methods: Algorithm) -> pc.Step:
 
 
 def run(step: pc.Step) -> State:
-    return step(step(step.init(new_state()), BATCH), BATCH)
+    return step(step.init(new_state()), BATCH)
 
 
 def shared(step: pc.Step) -> pc.Step:
@@ -135,9 +135,6 @@ TRIALS: dict[tuple[str, str], Callable[[], Any]] = {
         of(SLICED(SLICED(loop.Grad(loop.forward, loop.loss))))
     ),
     ("a Grad", "a host algorithm in it"): lambda: compose(loop_events, [host(Event.BEFORE_LOSS)]),
-    ("a host algorithm in Microbatches", "methods that compute the gradient again"): lambda: run(
-        pc.compile(compose(loop_events, [host(Event.AFTER_BACKWARD), alg.sam()]), backend="eager", quiet=True)
-    ),
     ("Microbatches", "several stages with denominators"): lambda: run(of(SLICED(loop.Grad(TWICE, TWICE)))),
     ("methods that take means over batches", "a stage of your own with num_terms"): lambda: run(
         of(

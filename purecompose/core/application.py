@@ -5,7 +5,6 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 from purecompose._support.internals import is_fake
-from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.clock import Clock
 from purecompose.core.context import SealedTime, Static
@@ -57,7 +56,11 @@ def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, in
     """Call `apply` and return (state, exit code), checked; errors get a note with algorithm and event."""
     try:
         if algorithm.host and is_fake(state.key):
-            raise unsupported("a host algorithm in Microbatches", "methods that compute the gradient again")
+            raise RuntimeError(
+                f"{algorithm.name}, a host algorithm, was traced with fake tensors: it acts in slices that another "
+                "algorithm runs again by state.gradient, in a part of the step that is compiled. Let it act outside of "
+                "Microbatches"
+            )
         return _checked_result(algorithm.apply(event, state), algorithm, event)
     except Exception as error:
         error.__dict__["algorithm"] = algorithm

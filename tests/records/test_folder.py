@@ -354,10 +354,10 @@ def test_a_run_that_died_between_its_last_checkpoint_and_the_end_of_its_folder_i
     assert [one["batch"] for one in found.records] == [one["batch"] for one in whole.records]
     assert (found.config["lr"], found.starts[-1].outcome) == (0.5, "finished")
     assert (run.path / "report.html").exists()
-    before = {file: file.read_bytes() for file in run.path.glob("*.*")}
+    before = {file: file.read_bytes() for file in run.path.glob("[!.]*.*")}
     with RunFolder(run.path, CONFIG, resume=True) as run:
         train(run)  # now it is complete, and stays as it is
-    assert run.was_complete and before == {file: file.read_bytes() for file in run.path.glob("*.*")}
+    assert run.was_complete and before == {file: file.read_bytes() for file in run.path.glob("[!.]*.*")}
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters as COUNTERS
 
 from purecompose import Event, State, Step, algorithms as alg, compose, loop_events, population, stack_states, tree
-from purecompose.transforms.compilation import dynamo
+from purecompose.transforms.compilation import step as step_module
 from tests.helpers import changing, loss_of, make_batch, make_batches, make_state, run_steps
 from tests.transforms.compilation.compile_helpers import assert_agree, compiled, readable, scaling
 
@@ -122,13 +122,13 @@ def test_arguments_of_torch_compile(given: dict[str, Any], expected: dict[str, A
         passed.append(options)
         return compiled(step)
 
-    monkeypatch.setattr(dynamo, "compile", compile)
+    monkeypatch.setattr(step_module, "compile", compile)
     torch.compile(compose(loop_events), **given)(make_state(), make_batch())
     assert passed[0] == {"donate": False, "fallback": True, "quiet": True, "dynamic": False, **passed[0], **expected}
 
 
 def test_options_without_effect_are_reported(monkeypatch: Any) -> None:
-    monkeypatch.setattr(dynamo, "compile", lambda step, **options: compiled(step))
+    monkeypatch.setattr(step_module, "compile", lambda step, **options: compiled(step))
     step = torch.compile(compose(loop_events), options={"max_autotune": True})
     with pytest.warns(UserWarning, match=r"options=.*no effect"):
         state = step(make_state(), make_batch())
