@@ -58,7 +58,11 @@ def fill_normal(rng: Rng, shape: Shape, dtype: torch.dtype, mean: Any = 0.0, std
 
 
 def fill_exponential(rng: Rng, shape: Shape, dtype: torch.dtype, lambd: float = 1.0) -> Tensor:
-    return exponential(rng, shape, rate=lambd, dtype=wide_dtype(dtype)).to(dtype)
+    """Fill with exponential numbers, none of them 0, as in torch."""
+    wide = exponential(rng, shape, rate=lambd, dtype=wide_dtype(dtype))
+    if dtype is torch.float16:  # which alone would round some to 0; this is its smallest positive number
+        wide = wide.clamp_min(2.0**-24)
+    return wide.to(dtype)
 
 
 def _coins(draws: Draws, func: Any, p: float | Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -373,8 +377,14 @@ def _enter(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
 def _gumbel_softmax(
     draws: Draws, func: Any, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    """Return torch's soft form; if `hard`, its one-hot form, which torch scatters in place, as `vmap` cannot do."""
-    soft = _enter(draws, func, logits, tau, False, eps, dim)
+    """Return softmax((logits + g) / tau), g = -log(Exp(1)); if `hard`, its one-hot form with the soft form's gradient.
+
+    Torch's composite takes the logarithm in the dtype of the logits, which is coarse in half precision, and scatters
+    the one-hot form in place, as `vmap` cannot do.
+    """
+    del eps  # without effect in torch, too
+    gumbels = -_clocks(draws, func, logits).log().to(logits.dtype)
+    soft = ((logits + gumbels) / tau).softmax(dim)
     if not hard:
         return soft
     return torch.zeros_like(soft).scatter(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft

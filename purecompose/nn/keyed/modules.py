@@ -46,7 +46,7 @@ class Keyed(Draws):
         if kwargs.pop("generator", None) is not None:
             advice = "Leave `generator` out: the call then draws from the run's key."
             raise unkeyed(func, "was given a generator, which is state outside of the run's", advice)
-        if kwargs.pop("out", None) is not None and func is not torch.empty:
+        if func is not torch.empty and kwargs.pop("out", None) is not None:
             raise unkeyed(func, "has no keyed form with out=", "Use the tensor that it returns.")
         return handler(self, func, *args, **kwargs)
 

@@ -241,6 +241,12 @@ def test_continuous_distributions(name: str) -> None:
     assert stats.kstest(sample.double().numpy(), law.cdf).pvalue > 1e-3
 
 
+def test_exponential_numbers_in_half_precision_are_never_0() -> None:
+    with keyed(Rng(key(10))):
+        assert F.gumbel_softmax(torch.zeros(2**19, 8, dtype=torch.float16)).isfinite().all()
+        assert torch.empty(N, dtype=torch.float16).exponential_(1e6).gt(0).all()
+
+
 def counts_agree(sample: Tensor, probabilities: list[float]) -> bool:
     counts = torch.bincount(sample.long().flatten(), minlength=len(probabilities))
     assert len(counts) == len(probabilities)

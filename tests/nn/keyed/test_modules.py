@@ -283,6 +283,12 @@ def test_a_generator_argument_of_none_is_accepted() -> None:
     assert record.count == 1
 
 
+def test_an_empty_tensor_is_the_given_one() -> None:
+    given = torch.ones(3)
+    with keyed(Rng(key(0))):
+        assert torch.empty(3, out=given) is given
+
+
 def test_detect_ignores_operations_that_draw_nothing_and_names_the_first_draw() -> None:
     x = images()
     with detect() as detector:
