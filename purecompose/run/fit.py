@@ -272,6 +272,13 @@ def _several(given: Any, role: str, example: str, is_right: Callable[[Any], bool
     return members
 
 
+_RULE = ("metric", "name", "init", "see")
+
+
+def _is_rule(one: Any) -> bool:
+    return all(hasattr(one, name) for name in _RULE)
+
+
 def _checked(step: Step, state: State, evaluate: Any, observers: Any, stop: Any, adjust: Any) -> Settings:
     """Return the settings of a run as tuples, with the modes of their metrics; see `fit` for the arguments."""
     example = "Evaluator(data, metrics), such as Evaluator(test_batches, {'accuracy': pc.metrics.accuracy})"
@@ -285,13 +292,15 @@ def _checked(step: Step, state: State, evaluate: Any, observers: Any, stop: Any,
     warn_of_missing_terms(evaluators, state, step)
     example = "a function (event, state) -> None"
     observers = _several(observers, "observers", example, lambda one: is_callable_with(one, 2))
-    stoppers = _several(stop, "stop", 'EarlyStopping("eval/loss")', lambda one: hasattr(one, "is_over"))
+    example = f'EarlyStopping("eval/loss") or a rule with {", ".join(_RULE)} and is_over'
+    stoppers = _several(stop, "stop", example, lambda one: _is_rule(one) and hasattr(one, "is_over"))
     if stoppers and state.key.ndim > 1:
         raise unsupported("a population", "stopping rules", "stop")
     names = [stopper.name for stopper in stoppers]
     if len(set(names)) < len(names):
         raise ValueError(f"stop: two stopping rules have the same name: {', '.join(names)}")
-    adjusters = _several(adjust, "adjust", 'ReduceOnPlateau("eval/loss")', lambda one: hasattr(one, "see"))
+    example = f'ReduceOnPlateau("eval/loss") or a rule with {", ".join(_RULE)}, and without is_over, which is for stop='
+    adjusters = _several(adjust, "adjust", example, lambda one: _is_rule(one) and not hasattr(one, "is_over"))
     for role, watchers in (("stop", stoppers), ("adjust", adjusters)):
         for one in watchers:
             _check_reported(one.metric, f"{role}: {one.name.removeprefix('.')}", evaluators, step)
@@ -348,8 +357,9 @@ def start_of_run(
     state = _with_epoch_length(state, data)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
         state = step.init(state)
-    for schedule in collect([dict(algorithm.config) for algorithm in step.algorithms], Schedule):
-        schedule(state.timestamp)  # what has no value in this run is an error at its start, whenever a method acts
+    if state.timestamp.batch == 0:  # later, a schedule may have ended with the time in which its method acts
+        for schedule in collect([dict(algorithm.config) for algorithm in step.algorithms], Schedule):
+            schedule(state.timestamp)  # what has no value in this run is an error at its start, whenever a method acts
     for watcher in watchers:
         state = watcher.init(state)
     return state, budget

@@ -354,3 +354,11 @@ def test_a_schedule_without_a_value_in_this_run_is_an_error_before_the_first_bat
     late = compose(loop_events, [pc.algorithms.ema("1ep", start=0.7)])
     with pytest.raises(ValueError, match="half_life='1ep' and every='1ba' cannot be counted in batches in this run"):
         next(pc.training(late, make_state(duration="10ep"), (batch for batch in make_batches(2))))
+
+
+def test_a_run_continues_after_the_end_of_a_schedule_whose_method_no_longer_acts() -> None:
+    rate = pc.schedule.from_torch(torch.optim.lr_scheduler.OneCycleLR, every="1ba", total_steps=4, max_lr=0.1)
+    early = changing("early", Event.BATCH_END, lambda state: state, when=pc.before("4ba"), config={"rate": rate})
+    step = compose(loop_events, [early])
+    end = fit(step, make_state(duration="3ep"), make_batches(2))
+    assert fit(step, end, make_batches(2), duration="4ep").timestamp.batch == 8

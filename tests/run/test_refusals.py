@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,9 +74,17 @@ REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: run(observers="tensorboard"), TypeError, "got 'tensorboard'"),
     (lambda: run(observers=[object()]), TypeError, "got <object"),
     (lambda: run(observers=lambda state: None), TypeError, "<lambda>"),
-    (lambda: run(stop="eval/loss"), TypeError, 'stop: expected EarlyStopping("eval/loss"), or several, got'),
+    (
+        lambda: run(stop="eval/loss"),
+        TypeError,
+        'stop: expected EarlyStopping("eval/loss") or a rule with metric, name, init, see and is_over, or several, got',
+    ),
+    (lambda: run(stop=SimpleNamespace(is_over=bool)), TypeError, "stop: expected EarlyStopping"),
+    (lambda: run(stop=ReduceOnPlateau("eval/loss"), evaluate=LOSS), TypeError, "got ReduceOnPlateau("),
     (lambda: run(stop=[EarlyStopping]), TypeError, "got <class"),
-    (lambda: run(adjust="eval/loss"), TypeError, 'adjust: expected ReduceOnPlateau("eval/loss"), or several'),
+    (lambda: run(adjust="eval/loss"), TypeError, 'adjust: expected ReduceOnPlateau("eval/loss") or a rule with metric'),
+    (lambda: run(adjust=SimpleNamespace(see=min)), TypeError, "adjust: expected ReduceOnPlateau"),
+    (lambda: run(adjust=Threshold("eval/loss", 0.1), evaluate=LOSS), TypeError, "without is_over, which is for stop="),
     (lambda: run(evaluate=pc.data.arrays(*ONE[0], batch_size=2)), TypeError, "expected Evaluator(data, metrics)"),
     (lambda: run(evaluate=torch.utils.data.DataLoader(Untouchable())), TypeError, "DataLoader"),
     (lambda: run(evaluate=TWO), TypeError, "(tuple)"),
