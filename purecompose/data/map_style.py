@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from purecompose._support.checks import check_flag, check_whole, is_callable_with, shown
+from purecompose._support.checks import check_flag, check_whole, is_callable_with, shown, suggests_keywords
 from purecompose._support.contexts import NOTHING
 from purecompose.data.reader import Reader, SharedReader, naming
 from purecompose.data.seeding import SEED_WORDS, epoch_order, kept_globals, load_numpy, seed_globals, seed_words
@@ -227,6 +227,7 @@ class Loader:
         return self.reader.read(Request(key, epoch, part.tolist()) for part in parts)
 
 
+@suggests_keywords()
 def loader(
     dataset: Any,
     batch_size: int,
@@ -239,7 +240,10 @@ def loader(
     collate: Callable[[list[Any]], Any] | None = None,
     seed_globals: bool = True,
     persistent_workers: bool | None = None,
-    **options: Any,
+    prefetch_factor: int | None = None,
+    multiprocessing_context: Any = None,
+    timeout: float = 0.0,
+    pin_memory: bool = False,
 ) -> Loader:
     """Make batches of a map-style data set: a torch `Dataset`, a list, a Hugging Face `datasets.Dataset`.
 
@@ -259,8 +263,9 @@ def loader(
             transformed, and restore them. It takes about 8 microseconds per sample, and no time for tensors in
             memory; without it, draws from them are not reproducible.
         persistent_workers: Keep workers between epochs; None to keep them if there are any.
-        **options: Options of torch's `DataLoader` for workers: `prefetch_factor`, `multiprocessing_context`, `timeout`
-            in seconds, and `pin_memory`, which `fit` makes needless.
+        prefetch_factor, multiprocessing_context, timeout: Options of torch's `DataLoader` for workers; `timeout` is in
+            seconds.
+        pin_memory: Copy batches into pinned memory in a thread; `fit` does so itself if there is a GPU.
 
     Raises:
         TypeError: The data set is of another kind, the transform or collate function cannot be called in this way, or
@@ -297,7 +302,10 @@ def loader(
         samples,
         num_workers=workers,
         persistent_workers=workers > 0 if persistent_workers is None else persistent_workers,
-        **options,
+        prefetch_factor=prefetch_factor,
+        multiprocessing_context=multiprocessing_context,
+        timeout=timeout,
+        pin_memory=check_flag(pin_memory, "loader: pin_memory"),
     )
     return Loader(samples, reader, batch_size, check_flag(shuffle, "loader: shuffle"), drop_last)
 
@@ -341,15 +349,16 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
     Args:
         loader: A loader from `data.loader` without `collate`, which would see a part of the batch. Its samples consist
             of numbers and tensors, which have one shape in all samples.
-        mesh: A `torch.distributed.DeviceMesh` of the processes; by default all.
+        mesh: A `torch.distributed.DeviceMesh` or a process group; by default all processes.
 
     Returns:
         A `Loader`, whose batches are on the CPU. In a single process it is `loader` itself.
 
     Raises:
-        TypeError: `loader` is of another kind.
-        ValueError: The loader has a function `collate`, or is shared already. While iterating: samples have different
-            shapes or dtypes in different processes, or contain something other than numbers and tensors.
+        TypeError: `loader` is of another kind, or `mesh` is neither a mesh nor a process group.
+        ValueError: The loader has a function `collate`, or is shared already, or this process is not in the mesh.
+            While iterating: samples have different shapes or dtypes in different processes, or contain something other
+            than numbers and tensors.
         RuntimeError: There is no process group. While iterating: another process has failed to read its rows.
 
     Example:
@@ -378,10 +387,24 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
             "data.shared: there is no process group: start the processes by torchrun, and call "
             "torch.distributed.init_process_group() in each"
         )
-    members = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+    members = _ranks(mesh)
+    if dist.get_rank() not in members:
+        raise ValueError(f"data.shared: this process, {dist.get_rank()}, is not in the mesh, which has {members}")
     if len(members) == 1:
         return loader
-    group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    # A group that only its members make is named by the number of groups that each has, which may differ.
+    is_part = len(members) < dist.get_world_size()
+    group = dist.new_group(members, backend="gloo", use_local_synchronization=is_part)
     divided = copy.copy(loader)
     divided.reader = cast(Reader, SharedReader(loader.reader, group))
     return divided
+
+
+def _ranks(mesh: Any) -> list[int]:
+    if mesh is None:
+        return list(range(dist.get_world_size()))
+    if hasattr(mesh, "mesh"):
+        return mesh.mesh.flatten().tolist()
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise TypeError(f"data.shared: expected mesh to be a DeviceMesh or a process group, got {shown(mesh)}")
+    return dist.get_process_group_ranks(mesh)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import purecompose as pc
 from purecompose import algorithms as alg, compose, loop_events
@@ -91,7 +92,15 @@ def attempts() -> dict[str, Callable[[], Any]]:
         "collate": lambda: read(numbers, collate=torch.stack),
         "twice": lambda: pc.data.shared(pc.data.shared(pc.data.loader(numbers, 4))),
         "another loader": lambda: pc.data.shared([numbers]),  # pyright: ignore[reportArgumentType]
+        "another mesh": lambda: pc.data.shared(pc.data.loader(numbers, 4), 2),
     }
+
+
+def among_members() -> tuple[list[Any], str]:
+    """Return the batches read by a group of all processes, and the error with a mesh of the first one."""
+    batches = epochs(pc.data.shared(loader("even"), dist.group.WORLD))
+    first = DeviceMesh("cpu", [0])
+    return batches, errors_of({"": lambda: pc.data.shared(loader("even"), first)}).get("", "")
 
 
 def results(mesh: Any, folder: str) -> dict[str, Any]:
@@ -101,6 +110,7 @@ def results(mesh: Any, folder: str) -> dict[str, Any]:
     for case in SIZES:
         data = loader(case)
         found[case] = epochs(pc.data.shared(data)), data.dataset.reads
+    found[".members"] = among_members()
     step = pc.data_parallel(compose(loop_events, [alg.mixup(1.0)]))
     found[".fit"] = [trained(pc.data.shared, step), trained(lambda data: data, step)]
     found[".stream"] = resumed_and_whole(step, folder)

@@ -72,6 +72,11 @@ REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
             ({"prefetch_factor": 2}, "multiprocessing"),
             ({"persistent_workers": True}, "num_workers > 0"),
             ({"workers": 1, "timeout": -1}, "timeout"),
+            ({"pin_memory": "yes"}, "pin_memory: expected True or False"),
+            *[
+                ({name: None}, f"unexpected keyword argument '{name}'; it takes dataset, batch_size, shuffle")
+                for name in ("in_order", "generator", "worker_init_fn")
+            ],
         ]
     ],
     (lambda: prefetch([], "cpu", 0), ValueError, "prefetch: size"),

@@ -34,6 +34,13 @@ def test_each_process_reads_its_rows_only(ranks, case):
         assert found[case][1] <= own + batch_size
 
 
+def test_the_processes_are_those_of_a_group_or_mesh(ranks):
+    for rank, found in enumerate(ranks):
+        batches, in_first = found[".members"]
+        assert tree.equal(batches, epochs(loader("even")))
+        assert in_first == "" if rank == 0 else "is not in the mesh, which has [0]" in in_first
+
+
 def test_a_run_has_the_bits_of_one_that_reads_everything(ranks):
     for found in ranks:
         ours, theirs = found[".fit"]
@@ -60,6 +67,7 @@ def test_all_processes_stop_if_one_cannot_read(ranks):
         ("collate", "a function collate"),
         ("twice", "share the loader already"),
         ("another loader", "expected a loader from data.loader"),
+        ("another mesh", "expected mesh to be a DeviceMesh or a process group, got 2 (int)"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(ranks, case, words):
