@@ -137,10 +137,7 @@ TRIALS: dict[tuple[str, str], Callable[[], Any]] = {
     ("a Grad", "a host algorithm in it"): lambda: compose(loop_events, [host(Event.BEFORE_LOSS)]),
     ("Microbatches", "several stages with denominators"): lambda: run(of(SLICED(loop.Grad(TWICE, TWICE)))),
     ("methods that take means over batches", "a stage of your own with num_terms"): lambda: run(
-        of(
-            SLICED(loop.Grad(with_attributes(num_terms=lambda state: 1), Event.AFTER_LOSS)),
-            alg.gradient_accumulation(2),
-        )
+        of(SLICED(loop.Grad(COUNTING, Event.AFTER_LOSS)), alg.gradient_accumulation(2))
     ),
     ("state.gradients(of=...)", "a loss in a stage of your own"): lambda: run(of(loop.Grad(own), LOOK)),
     (GRAPHS, "donate=False"): lambda: recorded(ONE_STEP, donate=False),
