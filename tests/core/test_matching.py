@@ -17,7 +17,7 @@ from purecompose.core.state import State
 from purecompose.errors import MatchError
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, Predicate, after, epoch_ends, every, on
+from purecompose.time.predicates import NEVER, Predicate, after, epoch_ends, every, on, through
 from tests.time.predicate_strategies import EVENTS, Pair, at_time, pairs, runs, walks
 
 
@@ -112,6 +112,27 @@ def test_an_interval_within_epochs_of_unknown_length_is_asked_again_after_anothe
     used.schedule(None, None, *at(12, 5))  # pyright: ignore
     expected = fresh.schedule(None, None, *at(10, 69))  # pyright: ignore
     assert expected and used.schedule(None, None, *at(10, 69)) == expected  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("match", "event", "first", "second"),
+    [
+        # (batch, epoch, batch in the epoch) before and after each step; every answer is yes, then no.
+        (after("2ep"), Event.BATCH_START, ((3, 2, 0), (4, 2, 1)), ((3, 1, 0), (4, 2, 0))),
+        (after("1ep"), Event.BATCH_END, ((3, 0, 3), (4, 1, 0)), ((3, 0, 3), (4, 0, 4))),
+        (~through("1ep"), Event.BATCH_START, ((3, 1, 1), (4, 1, 2)), ((4, 1, 0), (5, 1, 1))),
+        (after("7ba"), Event.BATCH_START, ((7, 0, 7), (7, 0, 7)), ((6, 0, 6), (7, 0, 7))),
+        (after("8ba"), Event.BATCH_END, ((7, 0, 7), (8, 0, 8)), ((7, 0, 7), (7, 0, 7))),
+    ],
+)
+def test_a_single_counter_that_moves_is_noticed(match: Any, event: Event, first: Any, second: Any) -> None:
+    algorithm, run = make(match), RunLength("9ep")
+    matcher, acted = Matcher([algorithm], [event]), []
+    for step in (first, second, first):
+        now, later = (Timestamp(batch=batch, epoch=epoch, batch_in_epoch=own, run=run) for batch, epoch, own in step)
+        bits = matcher.schedule(None, None, now, later)  # pyright: ignore[reportArgumentType]
+        acted.append(matcher.matched(bits, event, [algorithm]) == (algorithm,))
+    assert acted == [True, False, True]
 
 
 def walk(matcher: Matcher, state: State, count: int) -> Iterator[tuple[Timestamp, int]]:

@@ -72,6 +72,19 @@ def test_the_global_generator_is_unchanged_and_does_not_matter():
     assert_same(found, expected)
 
 
+def test_batches_without_shuffling_draw_differently_in_each_epoch():
+    class Drawn(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.rand(1), index
+
+    first, second, again = ([draw for draw, _ in keyed_batches(DataLoader(Drawn(), 2), KEY, e)] for e in (0, 1, 0))
+    assert_same(first, again)
+    assert all(not torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 def test_the_global_generator_is_unchanged_when_the_data_fail():
     class Failing(Noisy):
         def __getitem__(self, index):
@@ -265,6 +278,28 @@ def test_data_loaders_and_samplers_get_the_epoch():
     batches = epoch_batches(DataLoader(torch.arange(20), batch_sampler=sampler), KEY, 7)  # type: ignore[arg-type]
     assert torch.stack(list(batches)).tolist() == [[7, 0], [7, 1], [7, 2]]
     assert (alone.epochs, stream.epochs, sampler.epochs) == ([5], [6], [7])
+
+
+class ToldItems(Dataset):
+    """Twelve items, each of which is the epoch."""
+
+    epoch = -1
+
+    def __len__(self):
+        return 12
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_sets_get_the_epoch_also_in_workers_that_stay(workers):
+    loader = DataLoader(ToldItems(), 12, num_workers=workers, persistent_workers=workers > 0)
+    epochs = [[batch.tolist() for batch in keyed_batches(loader, KEY, epoch)] for epoch in (3, 4)]
+    assert epochs == [[[3] * 12], [[4] * 12]]
 
 
 # In fit
