@@ -57,6 +57,20 @@ def test_all_cells_of_a_seed_have_the_weights_that_a_network_draws_itself() -> N
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_weights_that_a_network_draws_itself_depend_on_the_seed_only() -> None:
+    drawn: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def unseeded(seed: int) -> State:
+        net = torch.nn.Linear(8, 2)
+        drawn[seed].append(net.weight.detach().clone())
+        return State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), key=seed, duration="2ep")
+
+    run([alg.mixup(0.4)], state=unseeded, seeds=2, report=lambda line: torch.rand(1))
+    for weights in drawn.values():
+        assert len(weights) >= 2 and all(torch.equal(weights[0], other) for other in weights)
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+
+
 @pytest.mark.parametrize("sequential", [True, False])
 def test_a_shuffled_evaluation_gives_all_cells_of_a_seed_the_same_batches(sequential: bool) -> None:
     inputs, targets = (torch.cat(parts) for parts in zip(*evaluator().data, strict=True))

@@ -1,5 +1,6 @@
 """Two runs are compared at their checkpoints, and side by side between two of them."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -70,6 +71,25 @@ def test_runs_that_never_agreed_have_no_batch_after_which_they_differ(plain: Rec
     found = compare(plain.path, other.path)
     assert (found.batch, found.since) == (4, -1)
     assert "the first difference is at the latest at batch 4: " in str(found)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ((3.0, 4.0), (3.0, 4.5), 0.1),  # 0.5 / |(3, 4)|
+        ((math.nan, 4.0), (math.nan, 4.0), 0.0),
+        ((3.0, math.nan), (3.0, 4.0), math.inf),
+        ((3.0, 4.0), (3.0, math.nan), math.inf),
+    ],
+)
+def test_the_distance_is_relative_and_equal_nans_do_not_count(
+    tmp_path: Path, ours: tuple[float, ...], theirs: tuple[float, ...], expected: float
+) -> None:
+    for name, values in (("a", ours), ("b", theirs)):
+        net = torch.nn.Linear(2, 1, bias=False)
+        net.weight.data = torch.tensor([values])
+        pc.save(make_state(net), tmp_path / name / "ep0000-ba00000000")
+    assert [one.distance for one in compare(tmp_path / "a", tmp_path / "b").by_checkpoint] == [expected]
 
 
 def test_a_tolerance_ignores_small_differences(plain: RecordedRun, tmp_path: Path) -> None:

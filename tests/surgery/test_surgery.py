@@ -83,6 +83,26 @@ def test_kept_parameters_are_the_same_tensors_with_their_optimizer_state(optimiz
     assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
 
 
+class ClassWeighted(nn.Module):
+    """Cross entropy with weights of the classes in a buffer, which grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        weight = self.get_buffer("weight").mul_(2)
+        return nn.functional.cross_entropy(outputs, targets, weight=weight)
+
+
+def test_descriptions_of_settings_remain_those_of_their_first_values() -> None:
+    before = trained(make_state(loss=ClassWeighted()))
+    assert before.buffers["loss.weight"].tolist() == [4.0, 8.0, 12.0]
+    after, _ = surgery.operate(before, RULES, name="wrap")
+    assert before.context.settings.keys() == {"loss.weight"}
+    assert after.context.settings == before.context.settings
+
+
 def test_the_old_state_is_unchanged() -> None:
     before = trained(make_state())
     copied, model = before.copy(), before.model
