@@ -56,6 +56,11 @@ def test_sizes_are_those_of_exact_arithmetic_and_never_fall(total, batch_size, d
     assert multiple is not None or len(set(sizes)) <= 8
 
 
+def test_a_size_begins_on_time_although_its_share_is_rounded_down():
+    # The share is 0.125 + 0.875 (50 / 700) / 0.1 = 0.75 = 6 / 8, which is computed a little too small.
+    assert warmup_batch_size(50 / 700, 256, duration=0.1) == 192
+
+
 # In a run
 
 

@@ -209,6 +209,14 @@ def test_without_two_batch_sizes_the_estimate_is_nan(num, cut):
     assert tree.equal(after.slots[NAME], NoiseScale(*[torch.zeros(())] * 3))
 
 
+def test_one_slice_with_counted_terms_gives_no_estimate():
+    """Both batch sizes are 21, computed in float32 as 20.999998 and 21."""
+    inputs, targets = helpers.make_batch(num=42)
+    targets = targets.index_fill(0, torch.arange(11, 42), -100)
+    after = stepped((inputs, targets), state=helpers.make_state(), microbatches=2)
+    assert all(math.isnan(value) for value in measured(after))
+
+
 def test_a_slice_without_counted_terms_is_ignored():
     inputs, targets = wide(helpers.make_batch(num=9))
     targets = targets.index_fill(0, torch.arange(3, 6), -100)

@@ -104,3 +104,14 @@ def test_it_counts_batches_where_updates_are_fewer():
             state = step(state, part)
     for name, param in other.params.items():
         torch.testing.assert_close(state.params[name], param, rtol=1e-9, atol=1e-12)
+
+
+def test_slow_weights_of_a_parameter_frozen_since_init_follow_it():
+    step = compose(loop_events, [lookahead(0.5, 2)])
+    start = started(step, helpers.make_state())
+    trained = step(start, BATCHES[0])
+    state = step(trained.replace(frozen={"0.weight"}), BATCHES[1])
+    weight = trained.params["0.weight"]
+    assert not torch.equal(weight, start.params["0.weight"])
+    assert torch.equal(state.params["0.weight"], weight) and torch.equal(slow_of(state)["0.weight"], weight)
+    assert slow_of(state).keys() == slow_of(start).keys()

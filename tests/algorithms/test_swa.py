@@ -25,7 +25,7 @@ from tests.algorithms.averaging_checks import (
     cnn_state,
     states_after,
 )
-from tests.helpers import assert_close, assert_same, make_batches, make_state, run_steps
+from tests.helpers import assert_close, assert_same, make_batch, make_batches, make_state, run_steps
 
 
 RUN = RunLength("3ep", batches_per_epoch=4)
@@ -171,6 +171,26 @@ def test_statistics_that_are_not_finite_are_replaced():
 def _without_bad_gradients(event: Event, state: State) -> State:
     del event
     return state.replace(grads={name: grad.nan_to_num(0, 0, 0) for name, grad in (state.grads or {}).items()})
+
+
+CALLS: list[int] = []
+
+
+class Counted(nn.Linear):
+    """A linear layer that counts its forward passes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        CALLS.append(1)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(("net", "passes"), [(Counted(4, 3), 1), (nn.Sequential(Counted(4, 3), nn.BatchNorm1d(3)), 2)])
+def test_networks_without_statistics_need_no_second_pass(net, passes):
+    step = compose(loop_events, [swa(0, "2ba", "1ba")])
+    state = run_steps(step, step.init(make_state(net, batches_per_epoch=4)), make_batches(3))
+    CALLS.clear()
+    step(state, make_batch(5))
+    assert len(CALLS) == passes
 
 
 def test_the_pass_for_statistics_changes_no_draw_and_no_weight():

@@ -145,6 +145,11 @@ def test_all_but_the_last_are_standardized_and_names_and_values_are_kept(last):
     assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
 
 
+def test_the_last_is_counted_among_the_chosen_modules() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)), nn.Conv2d(2, 2, 1))
+    assert operated(net, weight_standardization(1, where="0"))[1].replaced == ("0.0",)
+
+
 @given(SEEDS)
 @settings(max_examples=10)
 def test_the_network_computes_with_filters_by_hand(seed):
