@@ -61,6 +61,7 @@ class Snapshot:
 
     index: Index
     tensors: dict[str, Tensor]
+    """What this process writes."""
     arrived: torch.cuda.Event | None
     """Event at which the copies from a GPU are complete."""
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -75,8 +76,7 @@ class Snapshot:
 
     def write_part(self, target: Path, writers: Writers) -> Any:
         """Write what this process holds, as `folder.write_part`."""
-        own = self.rows if writers.number else self.tensors  # the first process writes what is not divided
-        return disk.write_part(target, lambda: self._stored(own), self.rows, writers)
+        return disk.write_part(target, lambda: self._stored(self.tensors), self.rows, writers)
 
     def complete(self, target: Path, writers: Writers, part: Callable[[], Any]) -> None:
         """Complete what all processes have written, as `folder.complete`."""
@@ -100,11 +100,13 @@ def snapshot(
     metrics: Mapping[str, Any] | None = None,
     memory: Mapping[str, Any] | None = None,
     outside: Mapping[str, Any] | None = None,
+    writers: Writers | None = None,
 ) -> Snapshot:
     """Return the content of a state's checkpoint, on the host or being copied there.
 
-    On the CPU only what is outside of the state, given by its name in the index, is copied here: tensors of a state
-    never change, and those that a compiled step would overwrite are copied when they are read.
+    Of several `writers` each takes only what it writes. On the CPU only what is outside of the state, given by its name
+    in the index, is copied here: tensors of a state never change, and those that a compiled step would overwrite are
+    copied when they are read.
     """
     if parts not in get_args(Parts):
         raise ValueError(f"save: parts={parts!r}: expected {' or '.join(map(repr, get_args(Parts)))}")
@@ -131,6 +133,8 @@ def snapshot(
         metrics=dict(metrics or {}),
         memory={**(memory or {}), **packed},
     )
+    if writers is not None and writers.number != 0:  # the first process writes what is not divided
+        tensors = {} if writers.number is None else {name: tensors[name] for name in rows}
     return Snapshot(index, *_fetched({name: local(tensor) for name, tensor in tensors.items()}), rows)
 
 
@@ -174,7 +178,7 @@ def save(state: State, path: Path | str, *, step: Step | None = None, parts: Par
             "give fit checkpoints=Checkpoints(url)"
         )
     writers = writers_of(state)
-    taken = snapshot(state, step, parts=parts)
+    taken = snapshot(state, step, parts=parts, writers=writers)
     in_all(writers, lambda: taken.write(Path(path), writers), f"{path} was not written")
     return Path(path)
 

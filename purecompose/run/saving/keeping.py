@@ -249,7 +249,9 @@ class Keeper:
         joint = self._writers if self._is_joint else None
 
         def take() -> Snapshot:
-            return snapshot(state, step, metrics=metrics, memory=memory, outside=self._outside(position, now))
+            is_copy = joint is not None and joint.number is None  # others write the same rows
+            outside = {} if is_copy else self._outside(position, now)
+            return snapshot(state, step, metrics=metrics, memory=memory, outside=outside, writers=joint)
 
         try:
             task = _Task(in_all(joint, take, f"{target} was not written"), target, now, is_best)

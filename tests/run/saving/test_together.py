@@ -86,6 +86,15 @@ def test_a_signal_after_the_last_batch_ends_all_processes(written: tuple[Path, l
         assert "ep0001-ba00000003" in [path.name for path in (folder / event).iterdir()]
 
 
+def test_processes_copy_only_what_they_write(written: tuple[Path, list[Any]]) -> None:
+    _, results = written
+    first, *others = [one["copied"] for one in results]
+    writing = len(results) // 2
+    assert "key" in first and any("opt_state" in name for name in first)
+    assert all("key" not in names and names < first for names in others)
+    assert [bool(names) for names in others] == [rank < writing for rank in range(1, len(results))]
+
+
 @pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damage_is_found(written: tuple[Path, list[Any]], tmp_path: Path, num: int) -> None:
     folder, template, draw = written[0] / "one", step_and_state()[1], random.Random(0)

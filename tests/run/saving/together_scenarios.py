@@ -176,6 +176,19 @@ def ended(mesh: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+def copied(mesh: Any, folder: Path) -> set[str]:
+    """Return the names of the tensors that this process copies for the checkpoints of a run."""
+    names, real = set[str](), resuming._fetched
+
+    def fetched(tensors: Any) -> Any:
+        names.update(tensors)
+        return real(tensors)
+
+    with patch.object(resuming, "_fetched", fetched):
+        run(mesh, folder / "copied", "2ba")
+    return names
+
+
 def results(mesh: Any, folder: Path) -> dict[str, Any]:
     """Return the results of all scenarios in one of several processes."""
     other = init_device_mesh("cpu", (2, mesh.size() // 2))
@@ -186,5 +199,6 @@ def results(mesh: Any, folder: Path) -> dict[str, Any]:
         "described": described(folder),
         "failed": failed_alone(mesh, folder),
         "ended": ended(mesh, folder),
+        "copied": copied(other, folder),
         "whole": told(pc.whole(trained(mesh))),
     }
