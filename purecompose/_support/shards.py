@@ -38,14 +38,6 @@ def all_reduce(own: Tensor, how: str, group: str) -> Tensor:
     return _MESSAGES.wait_tensor(_MESSAGES.all_reduce(own, how, group))
 
 
-def gather_objects(own: Any, size: int, group: str) -> list[Any]:
-    """Return the values of all processes of a group, which may be any that can be pickled."""
-    found: list[Any] = [None] * size
-    c10d: Any = torch.distributed.distributed_c10d
-    c10d.all_gather_object(found, own, c10d._resolve_process_group(group))
-    return found
-
-
 # Private: the public functions, such as `torch.distributed.all_reduce`, write into an argument, which a graph of pure
 # functions cannot contain. For a torch without these operations, wrap the public ones in custom operators.
 _MESSAGES: Any = torch.ops._c10d_functional

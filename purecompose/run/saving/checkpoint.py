@@ -74,13 +74,13 @@ class Snapshot:
         elif writers is None or writers.is_first:
             disk.write(target, self._index, self._stored(self.tensors))
 
-    def write_part(self, target: Path, writers: Writers) -> Any:
+    def write_part(self, target: Path, writers: Writers) -> None:
         """Write what this process holds, as `folder.write_part`."""
-        return disk.write_part(target, lambda: self._stored(self.tensors), self.rows, writers)
+        disk.write_part(target, lambda: self._stored(self.tensors), self.rows, writers)
 
-    def complete(self, target: Path, writers: Writers, part: Callable[[], Any]) -> None:
+    def complete(self, target: Path, writers: Writers, part: Callable[[], None], *, is_alone: bool = False) -> None:
         """Complete what all processes have written, as `folder.complete`."""
-        disk.complete(target, self._index, part, writers)
+        disk.complete(target, self._index, part, writers, is_alone=is_alone)
 
     def _stored(self, names: Iterable[str]) -> dict[str, Tensor]:
         if self.arrived is not None:

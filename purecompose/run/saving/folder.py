@@ -2,11 +2,12 @@
 
 Everything is written into a hidden folder next to the target, synced to disk, and renamed. If the process dies midway,
 readers ignore the hidden folder and the next writer removes it. Processes that hold parts of a state write into one
-hidden folder, each a file with its rows, and the first one completes it when all have done so.
+hidden folder, each a file with its rows and a report of it, and the first one completes it when all have done so.
 """
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.files import read_whole, sync
-from purecompose._support.shards import gather_objects, place_of
+from purecompose._support.shards import place_of
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
@@ -415,44 +416,90 @@ def write_part(
     make_tensors: Callable[[], Mapping[str, Tensor]],
     rows: Mapping[str, tuple[int, int]],
     writers: Writers,
-) -> tuple[str, Any] | None:
-    """Write this process's file of a checkpoint, in any thread, and return its name and report for `complete`.
+) -> None:
+    """Write this process's file of a checkpoint, in any thread, and then a report of it for `complete`.
 
     `rows` are the first row that this process has of each divided tensor, and the row after the last.
     """
     if writers.number is None:
-        return None
-    new, name = hidden(target, writers.run), file_name(writers.number, writers.total)
-    new.mkdir(parents=True, exist_ok=True)
-    return name, {**write_tensors(new / name, make_tensors()), "rows": dict(rows)}
+        return
+    file = hidden(target, writers.run) / file_name(writers.number, writers.total)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    report = {**write_tensors(file, make_tensors()), "rows": dict(rows)}
+    sync(file)
+    with written(_report_of(file)) as new:
+        new.write_text(json.dumps(report), encoding="utf-8")
 
 
 def complete(
     target: Path,
     make_index: Callable[[dict[str, Any]], Index],
-    part: Callable[[], tuple[str, Any] | None],
+    part: Callable[[], None],
     writers: Writers,
+    *,
+    is_alone: bool = False,
 ) -> None:
     """Complete a checkpoint, for all processes or for none; all of them call this.
 
-    `part` returns what `write_part` has; for `make_index` see `write`. The file system is one that all share.
-    """
-    new, problem = hidden(target, writers.run), f"{target} was not written"
+    Args:
+        target: The checkpoint's folder, in a file system that all processes share.
+        make_index: See `write`.
+        part: Function that returns when `write_part` has.
+        writers: The processes.
+        is_alone: True to send no messages, because other processes may have ended: then only the first one learns
+            whether the checkpoint is complete.
 
-    def put(reports: list[tuple[str, Any] | None]) -> None:
-        if not writers.is_first:
-            return
-        files = dict(sorted(one for one in reports if one is not None))
-        if elsewhere := [name for name in files if not (new / name).exists()]:
-            raise OSError(f"{elsewhere[0]} was written elsewhere: all processes need a file system that they share")
-        with replaced(target, new):
-            write_index(new, make_index(files))
+    Raises:
+        OSError: A process has failed, or its file has not appeared.
+    """
+    patience = _AFTER_END if is_alone else _TO_APPEAR
+
+    def put() -> None:
+        if writers.is_first:
+            _put(target, make_index, writers, patience)
 
     try:
-        report = in_all(writers, part, problem)
-        reports = gather_objects(report, writers.ranks.size, writers.ranks.group)
-        in_all(writers, lambda: put(reports), problem)
+        for act in (part, put):
+            act() if is_alone else in_all(writers, act, f"{target} was not written")
     except Exception:
         if writers.is_first:
-            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(hidden(target, writers.run), ignore_errors=True)
         raise
+
+
+_TO_APPEAR, _AFTER_END = 60.0, 10.0
+"""Seconds for which the first process waits for the files of the others: of those that say that they have written them,
+as file systems of several hosts may be slow, and at the end of a run, of those that may still be writing."""
+
+
+def _put(target: Path, make_index: Callable[[dict[str, Any]], Index], writers: Writers, patience: float) -> None:
+    """Make a checkpoint of the files in its hidden folder, once all are there."""
+    new, deadline = hidden(target, writers.run), time.monotonic() + patience
+    files: dict[str, Any] = {}
+    for name in (file_name(number, writers.total) for number in range(writers.total)):
+        while (report := _reported(new / name)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{name} is not whole after {patience:g} s: its process has ended, or shares no file system with "
+                    "the first one"
+                )
+            time.sleep(0.02)
+        files[name] = report
+    with replaced(target, new):
+        for file in new.iterdir():
+            if not is_file_name(file.name):
+                file.unlink()
+        write_index(new, make_index(files))
+
+
+def _report_of(file: Path) -> Path:
+    return file.with_suffix(".json")
+
+
+def _reported(file: Path) -> dict[str, Any] | None:
+    """Return what a process has reported of its file; `None` if the file is not whole yet."""
+    try:
+        report = json.loads(_report_of(file).read_bytes())
+        return report if file.stat().st_size == report["bytes"] else None
+    except FileNotFoundError:
+        return None

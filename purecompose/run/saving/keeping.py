@@ -152,7 +152,7 @@ class Keeper:
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
         self._waiting: tuple[Future[None], int, bool] | None = None
         """The last checkpoint passed to the writing thread, its batch, and whether it is the best: not its tensors."""
-        self._parts: tuple[_Task, Future[Any]] | None = None
+        self._parts: tuple[_Task, Future[None]] | None = None
         """The checkpoint of which the processes that share the state write parts."""
         self._has_skipped = False
         self._problems: list[str] = []
@@ -286,15 +286,19 @@ class Keeper:
             )
 
     def settle(self) -> None:
-        """Wait until everything so far is written."""
+        """Wait until everything so far is written; at the end of a run, since other processes may have ended, too."""
         if self._waiting is not None:
             wait([self._waiting[0]])  # the thread writes them in order, so the last one is sufficient
+        if self._parts is not None:
+            self._complete_alone()
         self._tell()
 
     def close(self) -> None:
         """Wait until everything is written, and sent to remote storage, and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        if self._parts is not None:
+            self._complete_alone()
         if self._mirror is not None:
             self._problems = [*map(with_urls, self._problems)]
             problem = self._mirror.close()
@@ -342,6 +346,18 @@ class Keeper:
             self._parts = None
             self._write(task, part)
 
+    def _complete_alone(self) -> None:
+        """Complete a checkpoint of which the processes write parts, without messages to those that may have ended."""
+        assert self._parts is not None and self._writers is not None
+        (task, part), self._parts = self._parts, None
+        try:
+            task.taken.complete(task.target, self._writers, part.result, is_alone=True)
+        except Exception as error:
+            self._problems.append(f"{task.target} was not written: {_words(error)}")
+        else:
+            if self._is_tidying:  # the others do not know
+                self._has_written(task)
+
     def _enqueue(self, pool: ThreadPoolExecutor, task: "_Task") -> None:
         """Pass a checkpoint to the writing thread, in place of one that still waits, unless that is the best one."""
         if self._waiting is not None and not self._waiting[2] and self._waiting[0].cancel():
@@ -354,7 +370,7 @@ class Keeper:
             self._has_skipped |= skipped != task.now.batch
         self._waiting = pool.submit(self._write, task), task.now.batch, task.is_best
 
-    def _write(self, task: "_Task", part: "Future[Any] | None" = None) -> None:
+    def _write(self, task: "_Task", part: "Future[None] | None" = None) -> None:
         """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""
         try:
             if part is None or self._writers is None:
@@ -363,7 +379,11 @@ class Keeper:
                 task.taken.complete(task.target, self._writers, part.result)
         except Exception as error:
             self._failed(task.target, error)
-            return
+        else:
+            self._has_written(task)
+
+    def _has_written(self, task: "_Task") -> None:
+        """Note a checkpoint that is complete, and remove those that need not be kept."""
         self.written, self._failure = (task.target, task.now), None
         try:
             found = disk.all_in(self.folder)[0] if self._is_tidying and self.settings.keep is not None else []

@@ -1,13 +1,19 @@
 """Clearing the folder of checkpoints: files removed, files restored, and files that must not be deleted."""
 
+import dataclasses
 import errno
 import os
 import pathlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 import purecompose as pc
+from purecompose.core.ranks import Ranks
 from purecompose.records.layout import write_json
 from purecompose.run.saving import folder as disk
 from tests.helpers import make_state
@@ -181,3 +187,34 @@ def test_a_reader_restores_nothing_that_is_being_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(disk.shutil, "rmtree", delete)
     pc.save(make_state(), path)
     assert deleted == [False] and names(tmp_path) == [NAME]
+
+
+def writers_here(total: int) -> list[disk.Writers]:
+    """Return writers that are all in this process, where all messages say the same."""
+    ranks = [cast(Ranks, SimpleNamespace(rank=i, exchange=lambda values, _: values)) for i in range(total)]
+    return [disk.Writers(ranks[i], i, total, "0" * 16, torch.device("cpu")) for i in range(total)]
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_files_of_other_processes_may_appear_late(tmp_path, monkeypatch, is_alone):
+    first, other = writers_here(2)
+    index = disk.read_index(pc.save(make_state(), tmp_path / "one"))
+
+    def part(writers):
+        disk.write_part(tmp_path / NAME, lambda: {"key": torch.zeros(2)}, {"key": (0, 1)}, writers)
+
+    def described(files):
+        return dataclasses.replace(index, files=files)
+
+    def complete():
+        disk.complete(tmp_path / NAME, described, lambda: part(first), first, is_alone=is_alone)
+
+    late = threading.Timer(0.3, part, [other])
+    late.start()
+    complete()
+    files = ["state-00001-of-00002.safetensors", "state-00002-of-00002.safetensors"]
+    assert names(tmp_path / NAME) == ["index.json", *files] and [*disk.read_index(tmp_path / NAME).files] == files
+    monkeypatch.setattr(disk, "_AFTER_END" if is_alone else "_TO_APPEAR", 0.1)
+    with pytest.raises(OSError, match=f"{files[1]} is not whole after 0.1 s"):
+        complete()
+    assert names(tmp_path) == [NAME, "one"] and [*disk.read_index(tmp_path / NAME).files] == files

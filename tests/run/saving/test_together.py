@@ -86,6 +86,19 @@ def test_a_signal_after_the_last_batch_ends_all_processes(written: tuple[Path, l
         assert "ep0001-ba00000003" in [path.name for path in (folder / event).iterdir()]
 
 
+def test_a_run_that_ends_after_a_checkpoint_was_due_leaves_it(written: tuple[Path, list[Any]]) -> None:
+    folder, results = written
+    for found in (one["cut off"] for one in results):
+        assert found["left"] == ("", ["ep0000-ba00000002"])
+        assert found["raising"] == ("ValueError: an observer fails", ["ep0000-ba00000001"])
+        assert found["broken"][1] == []
+    first, *others, last = [one["cut off"]["broken"][0] for one in results]
+    assert "ep0000-ba00000002 was not written: TimeoutError: state-" in first and not any(others)
+    assert last.endswith("ep0000-ba00000002 was not written: OSError: broken")
+    for name in ("left/ep0000-ba00000002", "raising/ep0000-ba00000001"):
+        pc.load(folder / name, step_and_state(key=1)[1])
+
+
 def test_processes_copy_only_what_they_write(written: tuple[Path, list[Any]]) -> None:
     _, results = written
     first, *others = [one["copied"] for one in results]

@@ -176,6 +176,36 @@ def ended(mesh: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+def cut_off(mesh: Any, folder: Path) -> dict[str, Any]:
+    """Return what runs say that end just after a checkpoint is due, and what they leave in the folder."""
+
+    def leave(name: str) -> None:
+        step, state = step_and_state()
+        states: Any = pc.training(
+            pc.fully_sharded(step, mesh),
+            pc.shard(state, mesh),
+            make_batches(3, 6, shape=(2, 6, 6)),
+            duration="6ba",
+            checkpoints=pc.Checkpoints(folder / name, every="2ba"),
+        )
+        next(state for state in states if state.timestamp.batch == 2)
+        states.close()
+
+    def raising(event: Event, state: State) -> None:
+        if event is Event.BATCH_END and state.timestamp.batch == 2:
+            raise ValueError("an observer fails")
+
+    found = {
+        "left": outcome(lambda: leave("left")),
+        "raising": outcome(lambda: run(mesh, folder / "raising", "6ba", [raising])),
+    }
+    instead = failing(disk.write_tensors, dist.get_world_size() - 1, OSError("broken"), 9)
+    with patch.object(disk, "write_tensors", instead), patch.object(disk, "_AFTER_END", 0.5):
+        found["broken"] = outcome(lambda: leave("broken"))
+    dist.barrier()
+    return {name: (said, sorted(path.name for path in (folder / name).iterdir())) for name, said in found.items()}
+
+
 def copied(mesh: Any, folder: Path) -> set[str]:
     """Return the names of the tensors that this process copies for the checkpoints of a run."""
     names, real = set[str](), resuming._fetched
@@ -199,6 +229,7 @@ def results(mesh: Any, folder: Path) -> dict[str, Any]:
         "described": described(folder),
         "failed": failed_alone(mesh, folder),
         "ended": ended(mesh, folder),
+        "cut off": cut_off(mesh, folder),
         "copied": copied(other, folder),
         "whole": told(pc.whole(trained(mesh))),
     }
