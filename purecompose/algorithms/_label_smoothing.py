@@ -91,8 +91,8 @@ def label_smoothing(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: At INIT: the model computes the loss itself, or the loss is one of regression. In the
-            step: see `smooth_labels`.
+        TypeError, ValueError: At INIT: there is no target, the model computes the loss itself, or the loss is one of
+            regression. In the step: see `smooth_labels`.
 
     Example:
         >>> label_smoothing(0.1)
@@ -108,7 +108,7 @@ def label_smoothing(
     def apply(event: Event, state: State) -> State:
         _, field = chosen_fields(state, None, target_field)
         if event is Event.INIT:
-            check_reads_targets(name, state.context.loss)
+            check_reads_targets(name, state.context.loss, field)
             _check_has_classes(name, state.context.loss)
             return state
         if event is Event.AFTER_LOSS:

@@ -117,9 +117,9 @@ def mixup(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: At INIT: the model computes the loss itself, or `interpolate_loss` is set and the loss
-            has no reduction. In the step: the inputs are not one tensor, or have dtype int32 or int64 like token ids,
-            because a mixture of two ids is not an id.
+        TypeError, ValueError: At INIT: there is no target, the model computes the loss itself, or `interpolate_loss`
+            is set and the loss has no reduction. In the step: the inputs are not one tensor, or have dtype int32 or
+            int64 like token ids, because a mixture of two ids is not an id.
 
     Example:
         >>> mixup(0.2)
@@ -240,10 +240,10 @@ def check_mixable(
     """Raise at INIT if a state's examples cannot be mixed, with `by_loss` also the losses of their targets.
 
     Raises:
-        TypeError: The loss does not read the targets, or has no losses per example.
+        TypeError: There are no targets, or the loss does not read them, or has no losses per example.
         ValueError: The input is its own target, so that there are no two losses.
     """
-    check_reads_targets(name, state.context.loss)
+    check_reads_targets(name, state.context.loss, target_field)
     losses.check_loss(for_mixtures(state.context.loss), per_example=by_loss)
     if target_field == input_field and by_loss:
         raise ValueError(

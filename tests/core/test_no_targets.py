@@ -92,9 +92,10 @@ def test_a_missing_target_is_an_error_that_names_the_choice():
     state = State.create(Autoencoder("both"), loss=of_both, optimizer=optim.sgd(0.1))
     with pytest.raises(KeyError, match="target_field=None is for a loss that reads no target"):
         compose(loop_events)(state, INPUTS)
-    for method in (alg.mixup(), alg.label_smoothing()):
-        step = compose(loop_events, [method])
-        with pytest.raises(TypeError, match="targets as .* NoneType"):
-            step(step.init(start("no target")), INPUTS)
+    for method in (alg.mixup(), alg.cutmix(), alg.label_smoothing()):
+        with pytest.raises(
+            TypeError, match=f"^{method.name}: expected a batch with targets, .* target_field=.* or leave"
+        ):
+            compose(loop_events, [method]).init(start("no target"))
     with pytest.raises(TypeError, match=r"targets cannot be replaced .*\(inputs, inputs\) with target_field=1"):
         start("no target").replace(targets=INPUTS)

@@ -75,13 +75,18 @@ def chosen_fields(
     )
 
 
-def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
-    """Raise a `TypeError` for a loss that the model computes itself: changed targets would not reach it."""
+def check_reads_targets(name: str, loss_fn: Callable[..., Tensor], target_field: batches.Field | None) -> None:
+    """Raise a `TypeError` if the model computes the loss, so that it reads no changed targets, or there are none."""
     if isinstance(loss_fn, losses.ModelLoss):
         raise TypeError(
             f"{name}: expected a loss of outputs and targets, got {loss_fn!r}, which the model computes "
             f"from its own labels, so that {name} would change nothing; give State.create a loss such as "
             f"losses.cross_entropy, or leave out {name}"
+        )
+    if target_field is None:
+        raise TypeError(
+            f"{name}: expected a batch with targets, but the state has target_field=None: give the field of the "
+            f"targets, State.create(..., target_field=...), or leave out {name}"
         )
 
 
