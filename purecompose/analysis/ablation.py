@@ -153,6 +153,8 @@ def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
 def _checked_seeds(seeds: Any) -> tuple[int, ...]:
     if isinstance(seeds, int):
         return tuple(range(check_whole(seeds, "ablate: seeds", 1)))
+    if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+        raise TypeError(f"ablate: seeds: expected a number of seeds, or a list of them, got {shown(seeds)}")
     numbers = tuple(check_whole(seed, "ablate: seeds", 0) for seed in seeds)
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(f"ablate: seeds={list(numbers)}: expected at least one seed, and none twice")

@@ -169,6 +169,7 @@ def select(loss: Any, **settings: Any) -> Any:
         (lambda: CORE.colout_batch(KEY, IMAGES, ["a"], resize_target=True), TypeError, r"got \['a'\] \(list\)"),
         (lambda: CORE.colout_batch(KEY, IMAGES, LABELS, resize_target=True), ValueError, "the height and width of"),
         (lambda: CORE.colout_batch(KEY, IMAGES, MASKS[..., :3], resize_target=True), ValueError, "the height and"),
+        (lambda: CORE.cutmix_batch(KEY, IMAGES, LABELS, bbox="abcd"), ValueError, "bbox: expected integers .* 'abcd'"),
         (lambda: CORE.cutmix_batch(KEY, IMAGES, LABELS, bbox=(0, 0, 1)), ValueError, "top, left, bottom, right"),
         (lambda: CORE.cutmix_batch(KEY, IMAGES, LABELS, bbox=(0, 0.5, 1, 1)), ValueError, "expected integers"),
         (lambda: CORE.cutmix_batch(KEY, IMAGES, LABELS, bbox=torch.zeros(3, 4).long()), ValueError, "integers"),

@@ -73,6 +73,8 @@ def own_generator() -> DataLoader[Any]:
         (lambda run: refused_ablation(methods=[alg.mixup]), "call a factory"),
         (lambda run: refused_ablation(evaluate=[1]), r"evaluate: expected Evaluator\(data, metrics\)"),
         (lambda run: refused_ablation(metric="eval/f1"), "metric='eval/f1': the evaluator reports eval/loss"),
+        (lambda run: refused_ablation(seeds=2.0), "seeds: expected a number of seeds, or a list of them, got 2.0"),
+        (lambda run: refused_ablation(seeds="12"), "seeds: expected a number of seeds, or a list of them, got '12'"),
         (lambda run: refused_ablation(seeds=[1, 1]), r"seeds=\[1, 1\]"),
         (lambda run: refused_ablation(data=pc.data.stream(lambda state: None)), "single state: give sequential=True"),
         (lambda run: refused_ablation(state=lambda seed: seed), r"state\(0\): expected a State, got int"),
