@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -285,20 +285,17 @@ def _tell_epoch(data: Any, epoch: int) -> None:
 _END = object()
 
 
-S = TypeVar("S")
-
-
 @dataclass(frozen=True)
-class StateStream(Generic[S]):
+class StateStream:
     """Endless data, whose batches are made from the state; see `stream`.
 
     Attributes:
         fn: `state -> batch`.
     """
 
-    fn: Callable[[S], Any]
+    fn: Callable[[Any], Any]
 
-    def batch(self, state: S) -> Any:
+    def batch(self, state: Any) -> Any:
         """Return the batch for the next step from this state.
 
         Raises:
@@ -313,7 +310,7 @@ class StateStream(Generic[S]):
         return made
 
 
-def stream(fn: Callable[[S], Any]) -> StateStream[S]:
+def stream(fn: Callable[[Any], Any]) -> StateStream:
     """Return data for `fit` that are made from the state as the run proceeds, one batch before each step.
 
     Batches are not prefetched, so `fn` sees the weights that the batch will train. It draws from `state.rng(name)`, a
