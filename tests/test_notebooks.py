@@ -66,7 +66,9 @@ def executed(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = [line for output in outputs if output.output_type == "stream" for line in output.text.splitlines()]
-    assert [line for line in printed if " ep  loss " not in line] == []  # only lines of Progress, and no warnings
+    assert [
+        line for line in printed if line and " ep  loss " not in line
+    ] == []  # only lines of Progress, and no warnings
     return [dict(output.data) for output in outputs if output.output_type != "stream"]
 
 
