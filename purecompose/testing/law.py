@@ -66,7 +66,14 @@ class LawViolation(AssertionError):
     """
 
     def __init__(self, law: Law, subject: Subject, broken: Broken, case: Case) -> None:
-        """Create the exception from the first difference, found in a case."""
+        """Create the exception.
+
+        Args:
+            law: The law.
+            subject: The algorithm under test.
+            broken: The first difference.
+            case: The case that breaks the law.
+        """
         self.law: Law = law
         self.algorithm: str = repr(subject.algorithm)
         self.case: Case = case
@@ -215,7 +222,12 @@ class Law:
 
 
 def define_law(promise: str, remedy: str, **options: Any) -> Callable[[Callable[[Subject, Case], bool]], Law]:
-    """Return a decorator that turns a function `(subject, case) -> bool` into a law of its name; see `Law`."""
+    """Return a decorator that turns a function `(subject, case) -> bool` into a law of its name; see `Law`.
+
+    Args:
+        promise, remedy: Fields of `Law`.
+        options: Other fields of `Law`: `owns`, `exempt`, `unsuited`, `idle`, `most_cases`.
+    """
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
         new = Law(judge.__name__, promise, remedy, judge, **options)
@@ -248,6 +260,9 @@ def line_of(function: Callable[..., object]) -> str:
 def never_acts(algorithm: Algorithm) -> str | None:
     """Return the reason to skip a law if the algorithm never acts; `None` if it may act.
 
+    Args:
+        algorithm: An algorithm.
+
     Example:
         >>> from purecompose import algorithms as alg
         >>> never_acts(alg.mixup()) is None, never_acts(alg.mixup(0)) is None
@@ -260,6 +275,9 @@ def acts_in_step(algorithm: Algorithm) -> bool:
     """Return whether the algorithm may act at an event of `loop_events`; with a plain function for `match` it may.
 
     Other algorithms, such as surgery at INIT or averages used at EVAL_START, never act within a step.
+
+    Args:
+        algorithm: An algorithm.
 
     Example:
         >>> from purecompose import algorithms as alg

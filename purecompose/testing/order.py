@@ -111,6 +111,10 @@ def commutes(
         max_examples: Number of cases in which both act, for each event.
         seed: Seed of the cases.
 
+    Raises:
+        TypeError, ValueError: Both have the same name, or there is no such algorithm or task.
+        OrderError: Their constraints contradict each other.
+
     Example:
         >>> print(commutes("mixup(0.2)", "label_smoothing(0.1)", "after_loss"))
         label_smoothing and mixup commute: they never both act at AFTER_LOSS
@@ -358,6 +362,10 @@ def conflicts(
         algorithms: Algorithms, or texts as for `Subject.of`, with different names.
         passes: The passes of the intended step.
         options: `tasks`, `tolerance=1e-6`, `max_examples=25` and `seed=0`, as for `commutes`.
+
+    Raises:
+        TypeError, ValueError: Two algorithms have the same name, or there is no such algorithm or task.
+        OrderError: Constraints contradict each other.
 
     Example:
         >>> found = conflicts(["mixup(0)", "label_smoothing(0)"])  # neutral settings: neither ever acts

@@ -90,7 +90,11 @@ class Run(NamedTuple):
 def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
     """Initialise, take a step with each batch, and fire the events outside steps as `fit` does.
 
-    The algorithm of that name is observed; without a name there is a third of the work.
+    Args:
+        step: The step.
+        state: A state before `init`, or one that continues.
+        data: The batches.
+        name: Name of the algorithm under test; without it the algorithm is not observed, which is a third of the work.
     """
     watched = [Watched(algorithm) for algorithm in step.algorithms if algorithm.name == name]
     if watched:

@@ -65,7 +65,15 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
     Args:
         name: Name of the factory; by default any algorithm that accepts the task.
-        task: The task.
+        task: The task for which the settings must be valid.
+
+    Raises:
+        ValueError: No shipped algorithm has the name.
+
+    Example::
+
+        @given(algorithms("mixup"))
+        def test_mixup(algorithm): ...
     """
     if name is not None and name not in SHIPPED:
         raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
@@ -74,7 +82,18 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
-    """Generate lists of shipped algorithms that suit the task, with different names; they shrink to the empty list."""
+    """Generate lists of compatible shipped algorithms with different names, in any order; shrink to the empty list.
+
+    Args:
+        task: A task that the algorithms suit.
+        max_size: The most algorithms.
+
+    Example::
+
+        @given(algorithm_lists())
+        def test_any_list(algorithms):
+            compose(loop_events, algorithms)
+    """
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
     each = st.one_of([row.algorithms() for row in rows])
     return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
