@@ -81,7 +81,7 @@ WORDS = {
     "nothing sets": "nothing sets the values of scale",
     "values": "has values already",
     "placements": "Partial",
-    "in one process": "no gradient or map goes through the messages",
+    "in one process": "no gradient or map goes through messages",
     "data_parallel": "fully_sharded(step, mesh) takes such a state",
     "played": "fully_sharded(step, mesh) takes such a state",
     "not divided": "call pc.shard",
