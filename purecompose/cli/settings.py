@@ -328,7 +328,8 @@ def imported(name: str) -> Any:
     except Exception as error:
         if not isinstance(error, ModuleNotFoundError) or not f"{module}.".startswith(f"{error.name}."):
             raise specs.SpecError(f"{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
-        raise specs.SpecError(f"{name}: there is no module {error.name!r} in {os.getcwd()}, or installed") from error
+        missing = f"there is no module {error.name!r} in {os.getcwd()}, and none is installed"
+        raise specs.SpecError(f"{name}: {missing}") from error
     if not hasattr(found, attribute):
         raise specs.SpecError(f"{name}: the module {module} has no {attribute!r}")
     return getattr(found, attribute)
