@@ -19,7 +19,7 @@ from _timing import Row, arguments, median_us, paired, parse, ratio, save
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from purecompose.algorithms.functional import augmix_batch, randaugment_batch
+from purecompose.functional import augmix_batch, randaugment_batch
 from purecompose.random import fold_in, key
 
 

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import dropout
 
 from purecompose import random
-from purecompose.algorithms.functional import mixup_batch
+from purecompose.functional import mixup_batch
 from purecompose.nn.keyed.modules import keyed
 from purecompose.random.philox import emulated, has_kernels, on_host
 

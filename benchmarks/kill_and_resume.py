@@ -43,8 +43,9 @@ from purecompose import (
     tree,
 )
 from purecompose.errors import CheckpointError, CheckpointWarning
-from purecompose.run.saving import folder, newest
+from purecompose.run.saving import folder
 from purecompose.run.saving.files import check_files
+from purecompose.saving import newest
 from purecompose.testing.case import Subject
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS, Task

@@ -13,29 +13,31 @@ from purecompose import (
     batch as batch,
     data as data,
     errors as errors,
+    functional as functional,
+    loop as loop,
     losses as losses,
+    metrics as metrics,
     nn as nn,
     observers as observers,
     optim as optim,
+    passes as passes,
     random as random,
     records as records,
+    saving as saving,
     schedule as schedule,
     surgery as surgery,
     time as time,
     tree as tree,
 )
 from purecompose._support import INSTALLED, __version__ as __version__
-from purecompose.algorithms import functional as functional
+from purecompose._support.exports import lister
 from purecompose.algorithms.recipes import recipe as recipe
-from purecompose.core import loop as loop, passes as passes
 from purecompose.core.algorithm import Algorithm as Algorithm, Trait as Trait, factory as factory, identity as identity
 from purecompose.core.compose import Step as Step, compose as compose
 from purecompose.core.loop import loop_events as loop_events
 from purecompose.core.passes import DEFAULT_PASSES as DEFAULT_PASSES
 from purecompose.core.state import State as State
 from purecompose.core.trace import traced as traced
-from purecompose.losses import metrics as metrics
-from purecompose.run import saving as saving
 from purecompose.run.evaluation import Evaluator as Evaluator, evaluate as evaluate, predict as predict
 from purecompose.run.fit import fit as fit, training as training
 from purecompose.run.rules import (
@@ -43,7 +45,7 @@ from purecompose.run.rules import (
     ReduceOnPlateau as ReduceOnPlateau,
     Threshold as Threshold,
 )
-from purecompose.run.saving import Checkpoints as Checkpoints, load as load, save as save
+from purecompose.saving import Checkpoints as Checkpoints, load as load, save as save
 from purecompose.schedule import hparam as hparam
 from purecompose.surgery.weights import to_module as to_module
 from purecompose.time.event import Event as Event
@@ -82,4 +84,5 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+__dir__ = lister(__name__)
 INSTALLED["torch.compile"] = call_in_torch_compile

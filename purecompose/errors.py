@@ -2,7 +2,11 @@
 
 from typing import Any
 
+from purecompose._support.exports import lister
 from purecompose._support.messages import escaped
+
+
+__dir__ = lister(__name__)
 
 
 # Composition and order

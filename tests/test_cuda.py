@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import Event, State, batch as batches, compose, evaluate, fit, hparam, loop_events, metrics, optim
-from purecompose.core.loop import eval_events
+from purecompose.loop import eval_events
 from purecompose.random import choice
 from purecompose.run.evaluation import Evaluator, run_evaluator
 from purecompose.schedule import cosine

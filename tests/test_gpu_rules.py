@@ -8,8 +8,8 @@ import torch
 from benchmarks.gpu_code.rules import broken, races, unfit_for_replay, ungrouped
 from benchmarks.gpu_code.trials import LOSSES, NETWORKS, OPTIMIZERS, trials
 from benchmarks.gpu_code.writing import Code
-from docs.site import exports
 from purecompose import losses, optim
+from purecompose._support import exports
 from purecompose.nn import models
 from purecompose.testing import SHIPPED
 

@@ -9,7 +9,7 @@ import sys
 import types
 
 import purecompose as pc
-from docs.site import exports
+from purecompose._support import exports
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -46,7 +46,6 @@ def public_modules() -> dict[str, types.ModuleType]:
                 visit(f"{path}.{name}", member)
 
     visit("pc", pc)
-    visit("pc.testing", importlib.import_module("purecompose.testing"))
     return found
 
 
@@ -70,6 +69,26 @@ def test_public_names_are_those_that_are_listed() -> None:
     changes = [f"+ {name}" for name in now if name not in before] + [f"- {name}" for name in before if name not in now]
     assert changes == [], REMEDY
     assert now == before, "the list is not sorted"
+
+
+def test_public_modules_are_imported_by_their_public_paths_and_list_their_names() -> None:
+    for path, module in public_modules().items():
+        assert importlib.import_module(path.replace("pc", "purecompose", 1)) is module
+        assert dir(module) == sorted(exported(module)), path
+
+
+def test_names_in_the_documentation_exist_and_modules_among_them_can_be_imported() -> None:
+    found: set[str] = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        found |= set(re.findall(r"\b(?:pc|purecompose)((?:\.[A-Za-z_]\w*)+)", page.read_text()))
+    assert {".functional", ".metrics.accuracy", ".saving.save_weights"} <= found
+    for name in sorted(found):
+        path, value = "purecompose", pc
+        for part in name.split(".")[1:]:
+            if not inspect.ismodule(value):
+                break
+            path, value = f"{path}.{part}", getattr(value, part, None) or importlib.import_module(f"{path}.{part}")
+            assert not inspect.ismodule(value) or importlib.import_module(path) is value, path
 
 
 def test_all_files_give_the_same_version() -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import griffe
-from exports import public_names
+
+from purecompose._support.exports import public_names
 
 
 ROOT = Path(__file__).parents[2]
-# Imported on first use, so it is not among the names of the package.
-LATE = {"purecompose": ["testing"]}
 
 Found = griffe.Object | griffe.Alias
 
@@ -66,7 +65,7 @@ def modules() -> dict[str, list[Name]]:
             continue
         seen.add(module.path)
         exports = public_names(Path(str(module.filepath)).read_text())
-        members = {f"{path}.{name}": _member(module, name) for name in [*exports, *LATE.get(path, ())]}
+        members = {f"{path}.{name}": _member(module, name) for name in exports}
         waiting += [name for name, member in members.items() if member.is_module]
         found[path] = [Name(name, member) for name, member in members.items() if not member.is_module]
     return dict(sorted(found.items()))

@@ -8,6 +8,7 @@ All cores are also exported from `purecompose.functional`.
 
 from collections.abc import Callable
 
+from purecompose._support.exports import lister
 from purecompose.algorithms._alibi import alibi as alibi
 from purecompose.algorithms._augmix import augmix as augmix
 from purecompose.algorithms._batch_size_warmup import batch_size_warmup as batch_size_warmup
@@ -54,6 +55,9 @@ from purecompose.algorithms._stochastic_depth import stochastic_depth as stochas
 from purecompose.algorithms._swa import swa as swa
 from purecompose.algorithms._training_metrics import training_metrics as training_metrics
 from purecompose.core.algorithm import Algorithm
+
+
+__dir__ = lister(__name__)
 
 
 GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {

@@ -11,7 +11,7 @@ from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.means import targets_of_metric
 from purecompose.core.state import State
-from purecompose.losses.metrics import Metric, accuracy, as_metric, counting, of_loss, top_k
+from purecompose.metrics import Metric, accuracy, as_metric, counting, of_loss, top_k
 from purecompose.time import Time, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
@@ -64,7 +64,7 @@ def training_metrics(
     Example:
         >>> training_metrics(["accuracy", "top_5"])
         training_metrics(metrics=('accuracy', 'top_5'), reset='1ep')
-        >>> from purecompose.losses.metrics import top_k
+        >>> from purecompose.metrics import top_k
         >>> training_metrics({"top_3": top_k(3)}, reset="100ba").events[1].name
         'BATCH_START'
     """

@@ -6,6 +6,7 @@
     print(bisect(run, predicates.not_finite(), stays=True))
 """
 
+from purecompose._support.exports import lister
 from purecompose.analysis import predicates as predicates
 from purecompose.analysis.ablation import ablate as ablate
 from purecompose.analysis.comparing import (
@@ -30,3 +31,6 @@ from purecompose.analysis.sweeping import (
     learning_rate_range as learning_rate_range,
     sweep as sweep,
 )
+
+
+__dir__ = lister(__name__)

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.checks import check_number
+from purecompose._support.exports import lister
 from purecompose.core.state import State
+
+
+__dir__ = lister(__name__)
 
 
 def loss_above(number: float) -> Callable[[State], bool]:

@@ -15,6 +15,7 @@ Batches of graphs, in the form of torch_geometric's `Batch`, and packed sequence
 their rows are nodes, edges and time steps, and they cannot be cut without a `Splitter`.
 """
 
+from purecompose._support.exports import lister
 from purecompose.batch.examples import (
     Splitter as Splitter,
     bounds as bounds,
@@ -35,3 +36,6 @@ from purecompose.batch.fields import (
     tensors as tensors,
     with_tensors as with_tensors,
 )
+
+
+__dir__ = lister(__name__)

@@ -23,7 +23,7 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, MismatchError
 from purecompose.run.evaluation import Evaluator
-from purecompose.run.saving import save
+from purecompose.saving import save
 from purecompose.schedule import Hparam, hparam
 from purecompose.transforms.compilation import compile
 

@@ -11,7 +11,7 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from purecompose import batch as batches
+from purecompose import batch as batches, metrics
 from purecompose._support.messages import is_remote, say, with_urls
 from purecompose.cli.options import File, Run, Shown, UsageError, check_target, one_line, reported_as
 from purecompose.cli.settings import Settings, allowed_by, settings_of
@@ -20,13 +20,12 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data import Arrays, TextData
 from purecompose.errors import CheckpointWarning
-from purecompose.losses import metrics
 from purecompose.records import draw_curves, read_run
 from purecompose.records.report import number
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
-from purecompose.run.saving import load, newest
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in
 from purecompose.run.saving.remote import fetched
+from purecompose.saving import load, newest
 
 
 Which = Annotated[str, Shown("NAME", ("newest", "best"))]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from purecompose import data as datasets, schedule
+from purecompose import data as datasets, metrics, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS, building
 from purecompose.algorithms import scale_schedule
@@ -33,7 +33,6 @@ from purecompose.core.compose import Step, compose
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State
 from purecompose.data import Arrays, CharacterVocabulary, ImageData, TextData
-from purecompose.losses import metrics
 from purecompose.nn import layers, models
 from purecompose.random import key
 from purecompose.run.evaluation import Evaluator

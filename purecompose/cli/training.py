@@ -25,8 +25,8 @@ from purecompose.records import RunFolder
 from purecompose.records.layout import CONFIG, REPORT
 from purecompose.records.report import number
 from purecompose.run.fit import fit
-from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.folder import CHECKPOINTS, name_at
+from purecompose.saving import Checkpoints
 from purecompose.transforms.compilation import CompiledStep
 from purecompose.transforms.fully_sharded import whole
 

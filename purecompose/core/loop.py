@@ -7,8 +7,8 @@ from purecompose import losses
 from purecompose.core.calls import run_loss, run_model
 from purecompose.core.coupled import with_loss_of_slice
 from purecompose.core.means import targets_of_loss
-from purecompose.core.program import Program as Program, Stage as Stage, Update as Update
-from purecompose.core.scopes import Grad as Grad, Microbatches as Microbatches, Scope as Scope
+from purecompose.core.program import Program, Stage, Update
+from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State
 from purecompose.time.event import Event
 

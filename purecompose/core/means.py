@@ -11,8 +11,8 @@ from purecompose._support.device import as_scalar
 from purecompose._support.internals import is_fake, is_transforming
 from purecompose.core.state import State
 from purecompose.losses.evaluation import check_interpolation
-from purecompose.losses.metrics import Metric
 from purecompose.losses.terms import denominators_of, has_denominators
+from purecompose.metrics import Metric
 
 
 @torch.no_grad()

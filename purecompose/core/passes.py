@@ -15,23 +15,6 @@ from purecompose.errors import MixedLossWarning, OrderError
 from purecompose.time.event import Event
 
 
-__all__ = [
-    "DEFAULT_PASSES",
-    "MixedLossWarning",
-    "OrderError",
-    "Pass",
-    "compose_passes",
-    "order_by_constraints",
-    "set_filo_order",
-    "sort_fused_layernorm_last",
-    "sort_gradients_by_trait",
-    "sort_loss_scaling_innermost",
-    "sort_selective_backprop_first",
-    "sort_to_back",
-    "sort_to_front",
-    "warn_if_multiple_loss_interpolation",
-]
-
 T = TypeVar("T")
 Pass: TypeAlias = Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]
 """A function `(algorithms, event) -> algorithms`: the order in which those act that act at an event."""

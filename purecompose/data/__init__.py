@@ -1,5 +1,6 @@
 """Data sets in memory and on disk in keyed order, and image sets and texts for the examples."""
 
+from purecompose._support.exports import lister
 from purecompose.data.arrays import Arrays as Arrays, Split as Split, arrays as arrays, split as split
 from purecompose.data.files import (
     CharacterVocabulary as CharacterVocabulary,
@@ -13,3 +14,6 @@ from purecompose.data.loaders import StateStream as StateStream, epoch_batches a
 from purecompose.data.map_style import Loader as Loader, loader as loader, shared as shared
 from purecompose.data.reader import prefetch as prefetch
 from purecompose.errors import SkippingWarning as SkippingWarning
+
+
+__dir__ = lister(__name__)

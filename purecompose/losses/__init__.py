@@ -15,6 +15,7 @@ targets or, for a slice of a batch, the slice's share of those of the whole batc
 examples.
 """
 
+from purecompose._support.exports import lister
 from purecompose.losses.evaluation import (
     check_loss as check_loss,
     evaluate_loss as evaluate_loss,
@@ -46,3 +47,6 @@ from purecompose.losses.terms import (
     over_batch as over_batch,
     share_of_mean as share_of_mean,
 )
+
+
+__dir__ = lister(__name__)

@@ -1,5 +1,6 @@
 """Random numbers as pure functions of keys; no global generator."""
 
+from purecompose._support.exports import lister
 from purecompose.random.distributions import beta as beta, exponential as exponential, gamma as gamma
 from purecompose.random.draws import (
     bernoulli as bernoulli,
@@ -11,3 +12,6 @@ from purecompose.random.draws import (
     uniform as uniform,
 )
 from purecompose.random.keys import Rng as Rng, fold_in as fold_in, key as key, salt as salt, split as split
+
+
+__dir__ = lister(__name__)

@@ -53,9 +53,9 @@ from purecompose.records.layout import (
 )
 from purecompose.records.report import write_report
 from purecompose.run.evaluation import Observer
-from purecompose.run.saving import Checkpoints
 from purecompose.run.saving.comparison import describe, environment
 from purecompose.run.saving.folder import clear
+from purecompose.run.saving.keeping import Checkpoints
 from purecompose.time import TimeLike
 from purecompose.time.event import Event
 

@@ -29,7 +29,7 @@ from purecompose.data.loaders import check_batches, fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.reader import prefetch
 from purecompose.losses import couples_examples
-from purecompose.losses.metrics import Metric, as_metric, counting, mean_loss, of_loss
+from purecompose.metrics import Metric, as_metric, counting, mean_loss, of_loss
 from purecompose.nn.keyed.modules import detect
 from purecompose.time.event import Event
 from purecompose.time.timestamp import Interval, interval_or_function

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from purecompose._support.checks import check_number, suggests_keywords
 from purecompose.core.state import State
-from purecompose.losses.metrics import is_lower_better
+from purecompose.metrics import is_lower_better
 from purecompose.time import Time, TimeUnit
 from purecompose.time.timestamp import checked_interval
 

@@ -15,6 +15,7 @@ place: the old model, its tensors and its state are not modified. A rule is give
 tensors; it may change the copy's settings, but must not write into the tensors.
 """
 
+from purecompose._support.exports import lister
 from purecompose.surgery.operation import (
     Report as Report,
     Rule as Rule,
@@ -28,3 +29,6 @@ from purecompose.surgery.weights import (
     with_statistics as with_statistics,
     with_weights as with_weights,
 )
+
+
+__dir__ = lister(__name__)

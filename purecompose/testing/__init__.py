@@ -9,6 +9,7 @@
 Needs Hypothesis: `pip install "purecompose[testing]"`.
 """
 
+from purecompose._support.exports import lister
 from purecompose.testing import strategies as strategies, suite as suite
 from purecompose.testing.case import COMPANIONS as COMPANIONS, Case as Case, Subject as Subject
 from purecompose.testing.checking import check as check, check_loss as check_loss, laws as laws
@@ -33,3 +34,6 @@ from purecompose.testing.report import Outcome as Outcome, Report as Report, Sta
 from purecompose.testing.shipped import SHIPPED as SHIPPED
 from purecompose.testing.suite import LAWS as LAWS
 from purecompose.testing.tasks import TASKS as TASKS, Task as Task, make_task as make_task
+
+
+__dir__ = lister(__name__)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import purecompose as pc
+from purecompose import functional
 from purecompose._support.checks import (
     check_flag,
     check_keywords,
@@ -17,7 +18,6 @@ from purecompose._support.checks import (
     shown,
     suggests_keywords,
 )
-from purecompose.algorithms import functional
 
 
 class Index:

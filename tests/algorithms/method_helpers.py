@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from purecompose import losses
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
 from purecompose.core.state import State
+from purecompose.loop import loop_events
 from purecompose.optim import sgd
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event

@@ -9,8 +9,8 @@ from purecompose import State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import augmix
 from purecompose.algorithms._augmix import _chains
 from purecompose.algorithms._parts.images import one_operation_each
-from purecompose.algorithms.functional import augmix_batch
 from purecompose.algorithms.images import SETS, Primitive, Scale
+from purecompose.functional import augmix_batch
 from purecompose.schedule import linear
 from tests.algorithms.method_helpers import make_images
 

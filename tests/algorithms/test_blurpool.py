@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from purecompose import compose, loop_events
 from purecompose.algorithms import blurpool
-from purecompose.algorithms.functional import blur_2d, blurmax_pool2d
+from purecompose.functional import blur_2d, blurmax_pool2d
 from purecompose.nn.layers import BlurConv2d, BlurMaxPool2d
 from tests.algorithms.surgery_checks import (
     applied,

@@ -10,7 +10,7 @@ from torch import nn
 import purecompose as pc
 from purecompose import State, compose, loop_events, losses, optim, tree
 from purecompose.algorithms import channels_last, no_op_model, squeeze_excite
-from purecompose.algorithms.functional import to_channels_last
+from purecompose.functional import to_channels_last
 from tests.helpers import assert_close, assert_same
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from purecompose import Algorithm, State, compose, loop_events, losses, optim, random, tree
 from purecompose.algorithms import colout
-from purecompose.algorithms.functional import colout_batch
+from purecompose.functional import colout_batch
 from purecompose.losses.targets import Mixture
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from purecompose import losses, random, tree
 from purecompose.algorithms._cutmix import cutmix, cutmix_batch, cutmix_box
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
 from purecompose.core.state import State
+from purecompose.loop import loop_events
 from purecompose.losses.targets import Mixture
 from purecompose.random import Rng
 from purecompose.surgery.weights import to_module

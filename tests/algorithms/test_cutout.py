@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from purecompose import State, compose, loop_events, losses, optim, random, tree
 from purecompose.algorithms import cutout
-from purecompose.algorithms.functional import cutout_batch
 from purecompose.algorithms.images.levels import whole_part
+from purecompose.functional import cutout_batch
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
 from tests.algorithms.method_helpers import make_image_state, spy

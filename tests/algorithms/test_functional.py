@@ -13,7 +13,7 @@ from torch import nn
 import purecompose as pc
 from purecompose import algorithms as alg, functional
 from purecompose.algorithms import FACTORIES
-from purecompose.algorithms.functional import apply_surgery
+from purecompose.functional import apply_surgery
 from purecompose.nn import models
 from tests import pages
 from tests.helpers import assert_same, make_state

@@ -13,8 +13,8 @@ from purecompose import Event, State, algorithms as alg, compose, loop_events, o
 from purecompose.algorithms._gradient_accumulation import AccumulatedGradients, gradient_accumulation
 from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._sam import sam
-from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad
+from purecompose.loop import advance, update
 from tests.algorithms import method_helpers as helpers
 
 

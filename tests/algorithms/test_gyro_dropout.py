@@ -15,7 +15,7 @@ from purecompose.algorithms._gyro_dropout import GyroDropout, gyro_dropout, gyro
 from purecompose.algorithms._selective_backprop import selective_backprop
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
+from purecompose.loop import loop_events
 from purecompose.time.predicates import on
 from tests.algorithms.method_helpers import LR, make_batch, make_state
 

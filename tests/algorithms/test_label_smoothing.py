@@ -10,7 +10,7 @@ from purecompose import losses
 from purecompose.algorithms._label_smoothing import label_smoothing, smooth_labels
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
+from purecompose.loop import loop_events
 from purecompose.losses.targets import Mixture
 from purecompose.schedule import hparam
 from purecompose.surgery.weights import to_module

@@ -15,9 +15,9 @@ from purecompose.algorithms._label_smoothing import label_smoothing
 from purecompose.algorithms._mixup import mixup
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
 from purecompose.core.passes import DEFAULT_PASSES
 from purecompose.core.state import State
+from purecompose.loop import loop_events
 from purecompose.surgery.weights import to_module
 from tests.algorithms.method_helpers import LR, make_state
 from tests.sampling import one_in

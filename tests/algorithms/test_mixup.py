@@ -9,7 +9,7 @@ from scipy import stats
 from purecompose import losses, random, tree
 from purecompose.algorithms._mixup import mixup, mixup_batch
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
+from purecompose.loop import loop_events
 from purecompose.random import Rng
 from purecompose.schedule import hparam, linear
 from purecompose.surgery.weights import to_module

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events
-from purecompose.algorithms.functional import apply_surgery
+from purecompose.functional import apply_surgery
 from purecompose.nn import models
 from tests.helpers import assert_same, make_batches, make_state
 from tests.sampling import one_in

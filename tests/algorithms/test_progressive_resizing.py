@@ -17,8 +17,8 @@ from purecompose.algorithms._colout import colout
 from purecompose.algorithms._progressive_resizing import progressive_resizing, progressive_scale, resize_batch
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
 from purecompose.core.state import State
+from purecompose.loop import loop_events
 from purecompose.losses.targets import Mixture
 from purecompose.optim import sgd
 from purecompose.time.event import Event

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from purecompose import algorithms as alg, losses, optim, random
-from purecompose.algorithms import FACTORIES, functional, images
+from purecompose import algorithms as alg, functional, losses, optim, random
+from purecompose.algorithms import FACTORIES, images
 from purecompose.algorithms._parts.checks import (
     checked_field,
     checked_patterns,

@@ -9,8 +9,8 @@ import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, hparam, loop_events, optim, tree
 from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._sam import perturb_params, sam
-from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad
+from purecompose.loop import advance, update
 from tests.algorithms import method_helpers as helpers
 
 

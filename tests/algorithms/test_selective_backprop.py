@@ -14,8 +14,8 @@ from purecompose.algorithms._mixup import mixup
 from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss, selective_backprop
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
 from purecompose.core.passes import DEFAULT_PASSES
+from purecompose.loop import loop_events
 from purecompose.losses.targets import Mixture
 from purecompose.surgery.weights import to_module
 from purecompose.time.event import Event

@@ -19,7 +19,7 @@ from purecompose.algorithms._selective_backprop import (
 )
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
+from purecompose.loop import loop_events
 from purecompose.surgery.weights import to_module
 from purecompose.time.predicates import on
 from tests.algorithms.method_helpers import make_state

@@ -15,8 +15,8 @@ from purecompose import losses
 from purecompose.algorithms._seq_length_warmup import seq_length_warmup, set_batch_sequence_length, warmup_length
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
 from purecompose.core.state import State
+from purecompose.loop import loop_events
 from purecompose.losses.targets import Mixture
 from purecompose.optim import sgd
 from purecompose.surgery.weights import to_module

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from purecompose import State, compile, compose, loop_events, to_module
 from purecompose.algorithms import blurpool, squeeze_excite, weight_standardization
-from purecompose.algorithms.functional import standardized
+from purecompose.functional import standardized
 from purecompose.nn.layers import StandardizedConv1d, StandardizedConv2d, StandardizedConv3d, standardized_conv
 from tests.algorithms.surgery_checks import (
     applied,

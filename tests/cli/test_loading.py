@@ -14,9 +14,9 @@ from purecompose.cli import load_run
 from purecompose.cli.options import UsageError
 from purecompose.cli.results import KeptRun, checkpoint_of
 from purecompose.cli.setup import IMAGES, TEXT
-from purecompose.run.saving import save
 from purecompose.run.saving.files import to_json
 from purecompose.run.saving.folder import read_index
+from purecompose.saving import save
 
 
 NAN = math.nan

@@ -9,8 +9,8 @@ import torch
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop, loop_events, on, optim, schedule
-from purecompose.core.loop import advance, update
 from purecompose.errors import MatchError
+from purecompose.loop import advance, update
 from purecompose.time.predicates import Predicate
 from tests.helpers import (
     assert_close,

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, population, stack_states
-from purecompose.core.loop import Grad, Microbatches, advance, forward, loss, update
 from purecompose.errors import UnkeyedRandomError
+from purecompose.loop import Grad, Microbatches, advance, forward, loss, update
 from purecompose.testing.process import played
 from purecompose.transforms.population import unstack_states
 from tests.helpers import assert_same, changing, loss_of, make_batch, make_mlp, make_state

@@ -7,8 +7,8 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import Event, compose, loop_events, losses, tree
-from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad, Microbatches
+from purecompose.loop import advance, update
 from tests.helpers import assert_close, changing, make_batch, make_mlp, make_state
 
 

@@ -19,8 +19,8 @@ from purecompose import (
     unstack_states,
 )
 from purecompose.core.gradient import wants_outer_gradient
-from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad, Microbatches
+from purecompose.loop import advance, update
 from tests.helpers import (
     assert_close,
     assert_same,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
-from purecompose.core.loop import advance, update
 from purecompose.core.operation import walk
 from purecompose.core.program import events_in
 from purecompose.core.scopes import Grad, Microbatches
+from purecompose.loop import advance, update
 from tests.helpers import (
     assert_close,
     assert_same,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, hparam, loop_events, losses, optim
-from purecompose.core.loop import Grad, Microbatches, Stage, advance, forward, update
+from purecompose.loop import Grad, Microbatches, Stage, advance, forward, update
 from tests.helpers import assert_close, make_batch, make_mlp, make_state
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop, optim
-from purecompose.algorithms.functional import clip_by_norm
+from purecompose.functional import clip_by_norm
 
 
 # A state's fields may be `None`, which a body's loss and gradients are not.

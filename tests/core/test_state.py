@@ -16,8 +16,8 @@ from purecompose import losses, optim, random, schedule, tree
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.clock import Clock
 from purecompose.core.compose import compose
-from purecompose.core.loop import loop_events
 from purecompose.core.state import State
+from purecompose.loop import loop_events
 from purecompose.surgery.weights import to_module
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event

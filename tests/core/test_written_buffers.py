@@ -9,8 +9,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import purecompose as pc
 from purecompose import State, compose, optim
-from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad
+from purecompose.loop import advance, update
 from tests.helpers import assert_close, make_state, run_steps
 
 

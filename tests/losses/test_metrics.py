@@ -12,7 +12,7 @@ from torch import Tensor
 
 import purecompose as pc
 from purecompose.losses import CrossEntropy, Mixture, cross_entropy, model_loss, mse, one_hot
-from purecompose.losses.metrics import (
+from purecompose.metrics import (
     Metric,
     accuracy,
     as_metric,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from purecompose import losses, metrics
 from purecompose.losses import CrossEntropy, Mixture, ModelLoss, cross_entropy, model_loss
-from purecompose.losses.metrics import Metric
+from purecompose.metrics import Metric
 
 
 class Accumulator(nn.Module):

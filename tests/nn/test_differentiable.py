@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, rnn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, hparam, loop_events, optim, population, stack_states
-from purecompose.core.loop import Grad, Stage, advance, update
+from purecompose.loop import Grad, Stage, advance, update
 from purecompose.nn import differentiable
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils import _pytree as pytree
 
 from purecompose import optim, schedule
-from purecompose.algorithms.functional import to_channels_last
+from purecompose.functional import to_channels_last
 from purecompose.optim import base
 from purecompose.optim.base import cells
 from purecompose.schedule import Hparam, collect, cosine, hparam, linear, scheduled

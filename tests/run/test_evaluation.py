@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import purecompose as pc
 from purecompose import Algorithm, Evaluator, Event, compose, evaluate, loop_events, on, predict
 from purecompose.batch import WHOLE
-from purecompose.core.loop import eval_events
+from purecompose.loop import eval_events
 from purecompose.run.evaluation import run_evaluator
 from tests.helpers import (
     assert_same,

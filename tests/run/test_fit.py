@@ -8,7 +8,7 @@ import torch
 
 import purecompose as pc
 from purecompose import Evaluator, Event, compose, fit, loop_events, optim, schedule
-from purecompose.losses.metrics import as_metric
+from purecompose.metrics import as_metric
 from purecompose.time.predicates import epoch_ends
 from tests.helpers import (
     Unsized,

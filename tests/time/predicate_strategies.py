@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from purecompose.core.loop import loop_events
 from purecompose.core.program import events_in
+from purecompose.loop import loop_events
 from purecompose.time import RunLength, Timestamp
 from purecompose.time.event import Event
 from purecompose.time.predicates import Predicate, after, before, between, epoch_ends, every, on, through

@@ -6,8 +6,8 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from purecompose.core.loop import loop_events
 from purecompose.core.program import events_in
+from purecompose.loop import loop_events
 from purecompose.time.event import Event
 
 

@@ -17,9 +17,9 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on, tree
 from purecompose.algorithms._sam import perturb_params
 from purecompose.core.layout import Layout
-from purecompose.core.loop import forward, loss, update
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Microbatches
+from purecompose.loop import forward, loss, update
 from purecompose.testing.process import in_process_group, played
 from tests.helpers import Routed, changing, loss_of, make_batch, make_mlp, make_state
 from tests.transforms.parallel_scenarios import METRICS, SCENARIOS, evaluated, results, run, told, trained

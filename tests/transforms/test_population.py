@@ -23,8 +23,8 @@ from purecompose import (
     tree,
     unstack_states,
 )
-from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad
+from purecompose.loop import advance, update
 from purecompose.observers import History, Progress
 from purecompose.testing.case import Subject
 from purecompose.testing.tasks import TASKS

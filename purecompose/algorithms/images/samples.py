@@ -58,7 +58,7 @@ def sample_transform(
             to a sample: see `SampleTransform`.
 
     Example:
-        >>> from purecompose.algorithms.functional import randaugment_batch
+        >>> from purecompose.functional import randaugment_batch
         >>> augment = sample_transform(randaugment_batch, severity=9, depth=2, input_field="image")
         >>> sample = {"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": 1}
         >>> augment(sample, random.key(0))["image"].shape

@@ -1,5 +1,6 @@
 """The layers that methods put into networks, as plain `nn.Module`s, and activation checkpointing."""
 
+from purecompose._support.exports import lister
 from purecompose.nn.keyed.modules import checkpoint as checkpoint
 from purecompose.nn.layers.convolutions import (
     BlurConv2d as BlurConv2d,
@@ -38,3 +39,6 @@ from purecompose.nn.layers.transformer import (
     alibi_bias as alibi_bias,
     alibi_slopes as alibi_slopes,
 )
+
+
+__dir__ = lister(__name__)

@@ -21,6 +21,7 @@ from torch import nn
 from purecompose._support import specs
 from purecompose._support.checks import check_whole
 from purecompose._support.device import building
+from purecompose._support.exports import lister
 from purecompose.nn.models.convolutional import (
     Bottleneck as Bottleneck,
     Dropout,
@@ -41,6 +42,9 @@ from purecompose.nn.models.transformer import (
     gpt as gpt,
     vit as vit,
 )
+
+
+__dir__ = lister(__name__)
 
 
 # The networks for images halve the size at least twice, so that below four pixels nothing would be left.

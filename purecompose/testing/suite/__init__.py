@@ -1,5 +1,6 @@
 """The laws, grouped by topic."""
 
+from purecompose._support.exports import lister
 from purecompose.testing.law import Law
 from purecompose.testing.suite.absence import (
     absent_when_unmatched as absent_when_unmatched,
@@ -39,6 +40,9 @@ from purecompose.testing.suite.runs import (
     pairs_undone as pairs_undone,
     resume_exact as resume_exact,
 )
+
+
+__dir__ = lister(__name__)
 
 
 LAWS: tuple[Law, ...] = (

@@ -17,7 +17,7 @@ from purecompose.core.operation import walk
 from purecompose.core.program import events_in
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, InPlaceError
-from purecompose.losses.metrics import mean_loss
+from purecompose.metrics import mean_loss
 from purecompose.run.evaluation import Evaluator, evaluate, predict
 from purecompose.run.fit import fit
 from purecompose.run.saving.checkpoint import load, save

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from purecompose.algorithms.functional import randaugment_batch
 from purecompose.algorithms.images.levels import check_image_tensor, whole_part
+from purecompose.functional import randaugment_batch
 from purecompose.random import key
 from tests.algorithms.images.applying import applied
 

@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from purecompose import data, random, tree
-from purecompose.algorithms.functional import (
+from purecompose.algorithms.images.samples import SampleTransform, as_tensor, like_before
+from purecompose.functional import (
     augmix_batch,
     colout_batch,
     cutout_batch,
@@ -20,7 +21,6 @@ from purecompose.algorithms.functional import (
     randaugment_batch,
     sample_transform,
 )
-from purecompose.algorithms.images.samples import SampleTransform, as_tensor, like_before
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose.algorithms import augmix, randaugment
-from purecompose.algorithms.functional import augmix_batch, randaugment_batch, sample_transform
 from purecompose.algorithms.images import Primitive
+from purecompose.functional import augmix_batch, randaugment_batch, sample_transform
 from purecompose.random import key, uniform
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, State, algorithms, compose, loop_events, losses, optim, schedule
-from purecompose.run.saving import read_index
 from purecompose.run.saving.files import to_json
+from purecompose.saving import read_index
 from tests.helpers import assert_same, changing, counter, make_batch, make_cnn, make_mlp, make_state, noise, run_steps
 
 

@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 
 import purecompose as pc
 from purecompose import Checkpoints, Evaluator, State, compose, fit, loop_events, training
-from purecompose.run.saving import folder as disk, newest
+from purecompose.run.saving import folder as disk
 from purecompose.run.saving.files import Index
 from purecompose.run.saving.keeping import Keeper, surplus
+from purecompose.saving import newest
 from tests.helpers import assert_same, changing, counter, make_batches, make_mlp, make_state, noise
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, on, optim
-from purecompose.core.loop import advance, update
 from purecompose.core.program import events_in
 from purecompose.core.scopes import Grad
+from purecompose.loop import advance, update
 from purecompose.schedule import cosine, hparam, linear
 from purecompose.testing import strategies
 from purecompose.testing.case import Subject

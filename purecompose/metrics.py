@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_whole
+from purecompose._support.exports import lister
 from purecompose._support.internals import has_values, is_transforming
 from purecompose.losses import (
     CrossEntropy,
@@ -32,6 +33,9 @@ from purecompose.losses.targets import Mixture, check_classes, has_index_targets
 from purecompose.losses.terms import ignore_index_of
 
 
+__dir__ = lister(__name__)
+
+
 _Device = torch.device | str | None
 
 
@@ -44,7 +48,7 @@ class Metric(NamedTuple):
         compute: `compute(accumulator) -> value`, 0-d; NaN without examples.
 
     Example:
-        >>> from purecompose.losses.metrics import accuracy
+        >>> from purecompose.metrics import accuracy
         >>> acc = accuracy.init()
         >>> acc = accuracy.update(acc, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
         >>> accuracy.compute(acc).item()
@@ -98,7 +102,7 @@ def of_loss(metric: Metric, loss_fn: Any) -> Metric:
 
     Example:
         >>> from purecompose.losses import CrossEntropy
-        >>> from purecompose.losses.metrics import accuracy
+        >>> from purecompose.metrics import accuracy
         >>> outputs, targets = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0, 0])
         >>> metric = of_loss(accuracy, CrossEntropy(ignore_index=0))
         >>> metric.compute(metric.update(metric.init(), outputs, targets)).item()
