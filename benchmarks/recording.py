@@ -18,7 +18,7 @@ from _timing import Row, arguments, in_turn, parse, quartiles, ratio, save as sa
 
 from purecompose import Checkpoints, State, compose, data, fit, loop_events, losses, optim
 from purecompose.nn import models
-from purecompose.run.saving.keeping import surplus
+from purecompose.run.saving.selection import surplus
 
 
 EPOCH = 500

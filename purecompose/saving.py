@@ -11,8 +11,14 @@ from purecompose.errors import (
 from purecompose.run.saving.checkpoint import load as load, save as save
 from purecompose.run.saving.files import Index as Index
 from purecompose.run.saving.folder import read_index as read_index
-from purecompose.run.saving.keeping import Checkpoints as Checkpoints, newest as newest
 from purecompose.run.saving.remote import mirror as mirror
+from purecompose.run.saving.selection import (
+    Checkpoints as Checkpoints,
+    Ranked as Ranked,
+    best as best,
+    newest as newest,
+    ranked as ranked,
+)
 from purecompose.run.saving.weights import (
     export_onnx as export_onnx,
     load_weights as load_weights,

@@ -1,7 +1,6 @@
 """Existing runs: `load_run`, and the commands `evaluate`, `predict` and `plot`."""
 
 import csv
-import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,9 +22,9 @@ from purecompose.errors import CheckpointWarning
 from purecompose.records import draw_curves, read_run
 from purecompose.records.report import number
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
-from purecompose.run.saving.folder import CHECKPOINTS, INDEX, all_in
+from purecompose.run.saving.folder import CHECKPOINTS, INDEX
 from purecompose.run.saving.remote import fetched
-from purecompose.saving import load, newest
+from purecompose.saving import Ranked, load, newest, ranked
 
 
 Which = Annotated[str, Shown("NAME", ("newest", "best"))]
@@ -160,26 +159,17 @@ def checkpoint_of(run: str | Path, which: str, kind: Kind) -> Path:
         raise UsageError(f"there is no checkpoint in {folder}: has the run written one yet?")
     if which == "newest":
         return found
-    if (best := best_in(folder, kind)) is None:
+    if not (best := ranked_in(folder, kind)):
         raise UsageError(
             f"--checkpoint: no checkpoint in {folder} has a single number for {kind.decides}, which selects the best "
             "one; give newest, or a checkpoint's name"
         )
-    return best[0]
+    return best[0].path
 
 
-def best_in(folder: Path, kind: Kind) -> tuple[Path, float] | None:
-    """Return the best checkpoint in a folder with its metric, if any has a number for it; NaN is never the best.
-
-    Among equal ones it is the earliest, which `Checkpoints` keeps.
-    """
-    names = (f"val/{kind.decides}", f"eval/{kind.decides}")
-    found = [
-        (one.path, next((one.index.metrics[name] for name in names if name in one.index.metrics), None))
-        for one in reversed(all_in(folder)[0])
-    ]
-    rated = [(path, value) for path, value in found if isinstance(value, (int, float)) and not math.isnan(value)]
-    return max(rated, key=lambda pair: kind.rating(pair[1]), default=None)
+def ranked_in(folder: Path, kind: Kind) -> list[Ranked]:
+    """Return the checkpoints in a folder that have a value of the metric that decides, the best first."""
+    return ranked(folder, f"val/{kind.decides}") or ranked(folder, f"eval/{kind.decides}")
 
 
 def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", json: bool = False) -> None:

@@ -91,6 +91,7 @@ class Settings:
         patience: Stop when the loss has not improved for this time: 3ep (default: never).
         checkpoint_every: With --out: how often to write a checkpoint: 1ep, 500ba, 10m.
         keep: With --out: keep the N newest checkpoints, or with log some of the whole run, and the best.
+        keep_best: With --out: keep the N best checkpoints.
     """
 
     _: KW_ONLY
@@ -117,6 +118,7 @@ class Settings:
     patience: Time | None = None
     checkpoint_every: Time = "1ep"
     keep: Annotated[str, Shown("N")] = "3"
+    keep_best: Number = 1
 
 
 SETTINGS = {

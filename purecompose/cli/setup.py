@@ -74,10 +74,6 @@ class Kind(NamedTuple):
         """Arguments of `State.create` that name the fields of inputs and targets."""
         return {} if self.names is None else {"input_field": self.names[0], "target_field": self.names[1]}
 
-    def rating(self, value: float) -> float:
-        """Return a value of the metric `decides` as a number that is greater for better values."""
-        return -value if metrics.is_lower_better(self.decides, self.metrics.get(self.decides)) else value
-
 
 IMAGES = Kind("images", None, {"accuracy": metrics.accuracy}, decides="accuracy")
 TEXT = Kind(

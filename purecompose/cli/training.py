@@ -14,7 +14,7 @@ from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.cli.options import Folder, Shown, UsageError, option_of, reported_as
 from purecompose.cli.processes import Processes, processes_here
-from purecompose.cli.results import best_in
+from purecompose.cli.results import ranked_in
 from purecompose.cli.settings import Given, Settings, command_of, read_config
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
 from purecompose.core.state import State
@@ -154,8 +154,10 @@ def _checkpoints(out: Path, settings: Settings, setup: Setup) -> Checkpoints:
         if keep != "log" and (not keep.isdecimal() or int(keep) < 1):
             raise ValueError(f"{keep}: expected a number of checkpoints, at least 1, or log")
     with reported_as("--checkpoint-every"):
-        best = f"{setup.watched}/{setup.kind.decides}" if settings.seeds == 1 else None
-        return Checkpoints(out / CHECKPOINTS, settings.checkpoint_every, keep if keep == "log" else int(keep), best)
+        newest = Checkpoints(out / CHECKPOINTS, settings.checkpoint_every, keep if keep == "log" else int(keep))
+    best = f"{setup.watched}/{setup.kind.decides}" if settings.seeds == 1 else None
+    with reported_as("--keep-best"):
+        return dataclasses.replace(newest, best=best, keep_best=settings.keep_best)
 
 
 @contextmanager
@@ -236,9 +238,12 @@ def print_results(
     table = Table(show_header=False)
     for name in ("loss", *kind.metrics) if kind is TEXT else kind.metrics:
         table.add_row(f"test {name}", number(history.series(f"eval/{name}")[1][-1], name))
-    if place is not None and settings.seeds == 1 and (best := best_in(place.path / CHECKPOINTS, setup.kind)):
+    if place is not None and settings.seeds == 1:
         where = " on validation data" if setup.watched == "val" else ""
-        table.add_row("best checkpoint", f"{number(best[1], kind.decides)}{where}, {best[0].name}")
+        best = ranked_in(place.path / CHECKPOINTS, setup.kind)[: settings.keep_best]
+        rows = [f"{number(value, kind.decides)}{where}, {path.name}" for path, value in best]
+        if rows:
+            table.add_row(f"best checkpoint{'s' * (len(rows) > 1)}", "\n".join(rows))
     if setup.stop and not state.timestamp.is_finished():
         table.add_row("stopped early", f"the loss has not improved for {settings.patience}")
     evaluating = stopwatch.seconds - stopwatch.training_seconds

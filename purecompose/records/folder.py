@@ -55,7 +55,7 @@ from purecompose.records.report import write_report
 from purecompose.run.evaluation import Observer
 from purecompose.run.saving.comparison import describe, environment
 from purecompose.run.saving.folder import clear
-from purecompose.run.saving.keeping import Checkpoints
+from purecompose.run.saving.selection import Checkpoints
 from purecompose.time import TimeLike
 from purecompose.time.event import Event
 

@@ -26,9 +26,10 @@ from purecompose.run.evaluation import Evaluator, Observer, check_other_data, wa
 from purecompose.run.outer import EpochData, Run, Settings
 from purecompose.run.rules import Adjuster, Stopper, mode_of, with_modes
 from purecompose.run.saving.checkpoint import Resumed, restore_extra, resumed_from, resumed_from_newest
-from purecompose.run.saving.keeping import Checkpoints, Keeper
+from purecompose.run.saving.keeping import Keeper
 from purecompose.run.saving.leaves import POSITION
 from purecompose.run.saving.remote import fetched
+from purecompose.run.saving.selection import Checkpoints
 from purecompose.schedule import Schedule, collect
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event

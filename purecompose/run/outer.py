@@ -24,7 +24,8 @@ from purecompose.errors import SpentStateError
 from purecompose.run.evaluation import Evaluator, Observer, notify, run_evaluator
 from purecompose.run.interruptions import Adaptive, Interrupts
 from purecompose.run.rules import Adjuster, Stopper
-from purecompose.run.saving.keeping import Keeper, newest
+from purecompose.run.saving.keeping import Keeper
+from purecompose.run.saving.selection import newest
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.timestamp import has_passed

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import purecompose as pc
 from purecompose import Event, evaluate, fit, metrics, to_module, tree
 from purecompose.cli import load_run
 from purecompose.cli.options import UsageError
@@ -107,6 +108,32 @@ def test_settings_that_may_change_are_reported_and_are_not_errors(run: Run) -> N
     status, out, err = run("train", "--out", "a", "--resume", *changes)
     assert (status, err) == (0, "") and "  continues with --duration 3ep (2ep before), --keep 5 (3 before)\n" in out
     assert "  continues with --" not in run("train", "--out", "a", "--resume")[1]
+
+
+def test_the_best_checkpoints_are_kept_and_listed(run: Run) -> None:
+    """The table at the end names them, and each name is one that `evaluate` accepts."""
+    options = (
+        "--keep",
+        "1",
+        "--keep-best",
+        "2",
+        "--eval-every",
+        "11ba",
+        "--validation",
+        "0.2",
+        "--checkpoint-every",
+        "1dur",
+    )
+    out = run("train", *SMALL, "--out", "a", *options)[1]
+    listed = re.findall(r"([\d.]+)% on validation data, (ep\d+-ba\d+)", out)
+    ranked = pc.saving.ranked("a/checkpoints")
+    assert "best checkpoints" in out and len(listed) == 2 and len(ranked) in (2, 3)
+    assert [(f"{100 * value:.2f}", path.name) for path, value in ranked[:2]] == listed
+    assert ranked[0].value >= ranked[1].value == max(value for _, value in ranked[1:])
+    best, second = (
+        json.loads(run("evaluate", "a", "--checkpoint", name, "--json")[1]) for name in ("best", listed[1][1])
+    )
+    assert best["checkpoint"].endswith(listed[0][1]) and second["checkpoint"].endswith(listed[1][1])
 
 
 @pytest.mark.slow
@@ -247,6 +274,8 @@ def test_a_stretched_run_equals_one_of_that_length_with_stretched_schedules(run:
 def test_settings_are_checked_before_there_is_a_folder(run: Run) -> None:
     for arguments, said in [
         (("--keep", "0"), "--keep: 0: expected a number of checkpoints, at least 1, or log"),
+        (("--keep-best", "0"), "--keep-best: Checkpoints: keep_best: expected an int >= 1, got 0"),
+        (("--keep-best", "2", "--seeds", "2"), "--keep-best: Checkpoints: keep_best=2 needs the metric"),
         (("--checkpoint-every", "0ep"), "--checkpoint-every"),
         (("--validation", "1.5"), "--validation: 1.5"),
     ]:

@@ -123,7 +123,15 @@ def _is_span(rows: object) -> bool:
 
 
 _TIME = {**dict.fromkeys(_COUNTERS, is_count), **{"duration": (str, None), "batches_per_epoch": (is_count, None)}}
-_MEMORY = {"has_begun?": bool, "microbatches?": is_count, "data?": {"*": object}, "*": object}
+DECIDES = "best"
+"""Name of the note in an index which metric decides what the best checkpoint is, and which values are better."""
+_MEMORY = {
+    DECIDES + "?": {"metric": str, "mode": (str, None)},
+    "has_begun?": bool,
+    "microbatches?": is_count,
+    "data?": {"*": object},
+    "*": object,
+}
 _FORMS: dict[str, Any] = {
     "time": _TIME,
     "description": {

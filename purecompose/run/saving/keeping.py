@@ -1,136 +1,26 @@
-"""The checkpoints of a run: their settings, when they are written, and which are removed."""
+"""The writer of a run's checkpoints: when they are written, in which thread, and what happens if that fails."""
 
 import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from purecompose._support.checks import check_flag, check_whole
 from purecompose._support.messages import is_remote, warn, with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning
-from purecompose.run.rules import mode_of
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.checkpoint import Resumed, Snapshot, snapshot
-from purecompose.run.saving.files import library
+from purecompose.run.saving.files import DECIDES, library
 from purecompose.run.saving.folder import Found, Writers, in_all, writers_of
-from purecompose.run.saving.leaves import EXTRA, POSITION, check_extra, leaves_of, pack
+from purecompose.run.saving.leaves import EXTRA, POSITION, leaves_of, pack
 from purecompose.run.saving.remote import Mirror
+from purecompose.run.saving.selection import Checkpoints, best_in, best_of, rating_of, surplus
 from purecompose.time import Time, Timestamp, TimeUnit
-from purecompose.time.timestamp import Interval, has_passed, interval_or_function
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """The settings of a run's checkpoints: folder, interval and number.
-
-    Args:
-        folder: Folder of the checkpoints, which are one folder each; it must belong to this run only. Or a URL, such as
-            `s3://bucket/run`: a thread sends them there from a local copy, see `purecompose.saving.mirror`.
-        every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
-            the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
-            and one when a signal ends the run.
-        keep: Number of newest checkpoints to keep; `None` for all; or "log" to spread about log2(batches) of them
-            evenly over the run, at most 20 of 100,000 batches, with one of its start: from these
-            `purecompose.analysis` finds the state at any batch.
-        best: Metric of an evaluator or of an algorithm, as for `EarlyStopping`. Whenever it improves on its best value,
-            a checkpoint is written regardless of `every`, and the best one is kept.
-        mode: "min" if lower values are better, "max" if higher ones are; by default what the evaluator's metric
-            declares or its name says, see `metrics.is_lower_better`. If neither does, `fit` raises an error.
-        background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
-            are still to be written, a new one replaces the second.
-        extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
-            object with `state_dict` and `load_state_dict`, or a dict of such objects. Each checkpoint includes what
-            `state_dict` returns, of tensors, arrays, plain values and containers, and `fit(resume=...)` loads it.
-
-    Raises:
-        TypeError, ValueError: An argument has the wrong kind.
-
-    Example::
-
-        fit(step, state, train, checkpoints=Checkpoints("run/checkpoints", every="1ep", keep=3), resume="auto")
-    """
-
-    folder: Path | str
-    every: Interval | str = "1ep"
-    keep: int | Literal["log"] | None = 3
-    best: str | None = None
-    mode: str | None = None
-    background: bool = True
-    extra: Any = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        if not is_remote(self.folder):
-            set_field(self, "folder", Path(self.folder))
-        set_field(self, "every", interval_or_function(self.every, "Checkpoints: every", seconds=True))
-        if self.keep is not None and self.keep != "log":
-            check_whole(self.keep, "Checkpoints: keep", 1, hint="or 'log' for some of the whole run, or None for all")
-        if self.mode not in (None, "min", "max"):
-            raise ValueError(f"Checkpoints: mode={self.mode!r}: expected 'min' or 'max'")
-        check_flag(self.background, "Checkpoints: background")
-        check_extra(self.extra)
-
-
-def surplus(found: Sequence[Found], settings: Checkpoints) -> list[Found]:
-    """Return the checkpoints that need not be kept."""
-    if settings.keep is None:
-        return []
-    rest = _between_others(found) if settings.keep == "log" else found[settings.keep :]
-    best = _best_in(found, settings)
-    return [one for one in rest if one is not best]
-
-
-def _best_in(found: Iterable[Found], settings: Checkpoints) -> Found | None:
-    """Return the best checkpoint of some, the newest first; among equal ones the earliest, the best one all along."""
-    rated = [(rating, one) for one in found if (rating := rating_of(one.index.metrics, settings)) is not None]
-    return max(reversed(rated), key=lambda pair: pair[0], default=(None, None))[1]
-
-
-def _between_others(found: Sequence[Found]) -> list[Found]:
-    """Return the checkpoints to remove so that about log2(batches) remain, evenly spread.
-
-    The one whose removal leaves the smallest gap goes first. The first and the newest remain.
-    """
-    kept, most = list(found), 2 + (found[0].index.batch.bit_length() if found else 0)
-    while len(kept) > most:
-        gaps = [kept[i - 1].index.batch - kept[i + 1].index.batch for i in range(1, len(kept) - 1)]
-        smallest = min(gaps)
-        kept.pop(max(i for i, gap in enumerate(gaps, 1) if gap == smallest))  # of equal ones the oldest
-    return [one for one in found if all(one is not other for other in kept)]
-
-
-def rating_of(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
-    """Return the metric that decides, with larger values being better; `None` if it was not measured."""
-    value = None if settings.best is None else metrics.get(settings.best)
-    if settings.best is None or not isinstance(value, (int, float)) or value != value:
-        return None
-    return -value if mode_of(settings.best, settings.mode) == "min" else value
-
-
-def newest(folder: Path | str) -> Path | None:
-    """Return the newest checkpoint in a folder, by its index; `None` if there is none.
-
-    Args:
-        folder: A folder of checkpoints.
-
-    Raises:
-        ValueError: The folder is a URL.
-
-    Example:
-        >>> import tempfile
-        >>> newest(tempfile.mkdtemp()) is None
-        True
-    """
-    if is_remote(folder):
-        raise ValueError(f"newest: {folder} is in remote storage: give the folder of `with mirror(url) as folder`")
-    found, _ = disk.all_in(Path(folder))
-    return found[0].path if found else None
+from purecompose.time.timestamp import has_passed
 
 
 class Keeper:
@@ -151,7 +41,7 @@ class Keeper:
         self._reported: str | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
         self._waiting: tuple[Future[None], int, bool] | None = None
-        """The last checkpoint passed to the writing thread, its batch, and whether it is the best: not its tensors."""
+        """The last checkpoint passed to the writing thread (not its tensors), its batch, and if it is a best one."""
         self._parts: tuple[_Task, Future[None]] | None = None
         """The checkpoint of which the processes that share the state write parts."""
         self._has_skipped = False
@@ -160,7 +50,8 @@ class Keeper:
         self._failures: Counter[str] = Counter()
         self._written_at: float = time.monotonic()
         self._last: tuple[Timestamp, Any] | None = None
-        self._best: float | None = None
+        self._best: list[tuple[float, str]] = []
+        """Ratings and names of the best checkpoints so far; the same in all processes."""
         self._writers: Writers | None = None
         self._has_lacked_position = False
 
@@ -201,7 +92,7 @@ class Keeper:
                 f"{with_urls(self.folder)} holds checkpoints of a run that has come further ({later[0].path.name}): "
                 "continue from there with resume='auto', or give this run a folder of its own"
             )
-        self._best = self._best_rating(found)
+        self._best = self._rated(found)
         if from_here is not None and from_here.state.timestamp == state.timestamp:
             self._last = state.timestamp, from_here.index.metrics  # already saved, with these metrics
         try:
@@ -211,9 +102,9 @@ class Keeper:
             self._problems.append(f"{self.folder} cannot be tidied: {_words(error)}")
 
     def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
-        """Return whether a checkpoint is due between two times, or because its metrics are the best."""
+        """Return whether a checkpoint is due between two times, or because its metrics are among the best."""
         self._complete(waits=False)
-        if self._is_best(metrics):
+        if _has(self._best_with(now, metrics), now):
             return True
         every = self.settings.every
         assert not isinstance(every, str)
@@ -237,12 +128,14 @@ class Keeper:
         """
         self._complete()
         self._tell()
-        now, is_best = state.timestamp, self._is_best(metrics)
+        now = state.timestamp
         if self._last == (now, metrics):
             return
         self._last, self._written_at = (now, metrics), time.monotonic()
-        self._best = rating_of(metrics, self.settings) if is_best else self._best
         target = self.folder / disk.name_at(now)
+        self._best = self._best_with(now, metrics)
+        if self.settings.best is not None:
+            memory = {**memory, DECIDES: {"metric": self.settings.best, "mode": self.settings.mode}}
         if not (self._is_tidying or self._is_joint):  # the first process writes
             self.written = target, now
             return
@@ -254,7 +147,7 @@ class Keeper:
             return snapshot(state, step, metrics=metrics, memory=memory, outside=outside, writers=joint)
 
         try:
-            task = _Task(in_all(joint, take, f"{target} was not written"), target, now, is_best)
+            task = _Task(in_all(joint, take, f"{target} was not written"), target, now, _has(self._best, now))
         except (TypeError, OSError) as error:  # something else than numbers in the metrics, or in `extra`
             self._failed(target, error)
         else:
@@ -403,15 +296,16 @@ class Keeper:
         if self._is_joint:
             return  # `_best` has to remain the same in all processes
         with contextlib.suppress(OSError):
-            self._best = self._best_rating(disk.all_in(self.folder)[0])  # without the one that was not written
+            self._best = self._rated(disk.all_in(self.folder)[0])  # without the one that was not written
 
-    def _best_rating(self, found: Iterable[Found]) -> float | None:
-        best = _best_in(found, self.settings)
-        return None if best is None else rating_of(best.index.metrics, self.settings)
+    def _rated(self, found: Sequence[Found]) -> list[tuple[float, str]]:
+        return [(rating, one.path.name) for rating, one in best_in(found, self.settings)]
 
-    def _is_best(self, metrics: Mapping[str, Any]) -> bool:
-        rating = rating_of(metrics, self.settings)
-        return rating is not None and (self._best is None or rating > self._best)
+    def _best_with(self, now: Timestamp, metrics: Mapping[str, Any]) -> list[tuple[float, str]]:
+        """Return the best checkpoints with that of another state, whose metrics are known, if it is one of them."""
+        name = disk.name_at(now)
+        others = [pair for pair in self._best if pair[1] != name]
+        return best_of([*others, (rating_of(metrics, self.settings), name)], self.settings.keep_best)
 
     def _tell(self) -> None:
         """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""
@@ -431,6 +325,10 @@ class _Task(NamedTuple):
     target: Path
     now: Timestamp
     is_best: bool
+
+
+def _has(best: Iterable[tuple[float, str]], now: Timestamp) -> bool:
+    return any(name == disk.name_at(now) for _, name in best)
 
 
 def _cause_of(error: Exception) -> str:

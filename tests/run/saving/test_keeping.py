@@ -16,7 +16,8 @@ import purecompose as pc
 from purecompose import Checkpoints, Evaluator, State, compose, fit, loop_events, training
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.files import Index
-from purecompose.run.saving.keeping import Keeper, surplus
+from purecompose.run.saving.keeping import Keeper
+from purecompose.run.saving.selection import surplus
 from purecompose.saving import newest
 from tests.helpers import assert_same, changing, counter, make_batches, make_mlp, make_state, noise
 

@@ -12,7 +12,7 @@ import torch
 import purecompose as pc
 from purecompose import Checkpoints, compose, loop_events
 from purecompose.run.saving.folder import all_in
-from purecompose.run.saving.keeping import surplus
+from purecompose.run.saving.selection import surplus
 from tests.helpers import make_batches, make_state
 
 
