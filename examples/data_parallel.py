@@ -32,7 +32,7 @@ def train(num_epochs: int) -> pc.State:
     ).to(device)
     is_first = dist.get_rank() == 0  # all states are the same: one process reports
     state = pc.fit(step, state, batches, observers=[pc.observers.Progress()] if is_first else [])
-    scores = pc.evaluate(state, batches, {"accuracy": pc.metrics.accuracy}, step=step)  # divided, as batches are
+    scores = pc.evaluate(state, batches, ["accuracy"], step=step)  # divided, as batches are
     if is_first:
         print(f"accuracy {scores['accuracy']:.3f}, computed by {dist.get_world_size()} processes")
     return state

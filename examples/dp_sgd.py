@@ -32,7 +32,7 @@ def main(duration: str) -> None:
     test = pc.data.arrays(digits.test_inputs, digits.test_targets, batch_size=256)
     for name, methods in {"plain": [], "DP-SGD": [private]}.items():
         state = trained(methods, duration)
-        accuracy = pc.evaluate(state, test, {"accuracy": pc.metrics.accuracy})["accuracy"]
+        accuracy = pc.evaluate(state, test, ["accuracy"])["accuracy"]
         memorized = (state.forward(digits.train_inputs[WRONG]).argmax(1) == LABELS[WRONG]).double().mean()
         print(f"{name}: accuracy {accuracy:.3f}, wrong labels learned {memorized:.3f}")
 

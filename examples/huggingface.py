@@ -67,7 +67,7 @@ def main(first: str, duration: str) -> None:
         return print("skipped: transformers is not installed")
     for name, encoder in {"from scratch": None, "fine-tuned": pretrained(first)}.items():
         state = pc.surgery.with_weights(tuned(encoder, duration), "ema")
-        found = pc.evaluate(state, [labelled(2000, 512, 2)], {"accuracy": pc.metrics.accuracy})
+        found = pc.evaluate(state, [labelled(2000, 512, 2)], ["accuracy"])
         print(f"{name}: accuracy {found['accuracy']:.2f}")
 
 

@@ -30,4 +30,4 @@ state = step.init(state)  # methods replace modules and create their memory
 for epoch in range(epochs):
     for batch in train.epoch(state.key, epoch):  # the order follows from the key, and so do all draws
         state = step(state, batch)  # a new state; the old one is as it was
-print(pc.evaluate(state, test, metrics={"accuracy": pc.metrics.accuracy}))
+print(pc.evaluate(state, test, metrics=["accuracy"]))

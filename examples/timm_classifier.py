@@ -46,7 +46,7 @@ def main(duration: str, name: str = "test_efficientnet") -> None:
     step = compose(loop_events, [alg.mixup(0.2), alg.squeeze_excite(0.25, min_channels=32), alg.ema("5ba")])
     state = pc.fit(step, state, train)
 
-    accuracy = pc.evaluate(state, test, {"accuracy": pc.metrics.accuracy}, step=step)["accuracy"]
+    accuracy = pc.evaluate(state, test, ["accuracy"], step=step)["accuracy"]
     trained = pc.to_module(state, weights="ema")  # a network of timm again, with the modules of the methods
     print(f"{name}: accuracy {accuracy:.3f}, {sum(param.numel() for param in trained.parameters()):,} weights")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, Step, compose, loop_events, losses, metrics, optim
+from purecompose import State, Step, compose, loop_events, losses, optim
 
 
 PADDING, START, END, SIZE, LONGEST = 0, 1, 2, 20, 8  # three marks; marks and letters; letters of a word
@@ -66,7 +66,7 @@ def main(duration: str) -> None:
     torch.set_num_threads(1)  # at this size more threads only wait for each other
     step, start, batches = make()
     end, test = pc.fit(step, start, batches, duration=duration), words(99)
-    before, after = (pc.evaluate(one, [test], {"accuracy": metrics.accuracy})["accuracy"] for one in (start, end))
+    before, after = (pc.evaluate(one, [test], ["accuracy"])["accuracy"] for one in (start, end))
     right = ((translated(end, test["word"]) == test["labels"]) | (test["labels"] == PADDING)).all(1).float().mean()
     print(f"accuracy {before:.3f} -> {after:.3f} of letters given those before; {right:.3f} of words")
 

@@ -9,284 +9,47 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_whole
+from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.exports import lister
-from purecompose._support.internals import has_values, is_transforming
+from purecompose._support.objects import check_hidden
+from purecompose._support.specs import did_you_mean
 from purecompose.losses import (
     CrossEntropy,
     ModelLoss,
+    binary_cross_entropy,
     check_loss,
     counts_terms,
     cross_entropy,
     evaluate_parts,
+    mse,
     num_terms,
     share_of_mean,
 )
+from purecompose.losses.class_metrics import accuracy as accuracy, iou as iou, top_k as top_k
 from purecompose.losses.evaluation import check_pairs
-from purecompose.losses.targets import Mixture, check_classes, has_index_targets, num_examples as count_examples
-from purecompose.losses.terms import ignore_index_of
+from purecompose.losses.metric import (
+    Device,
+    Mean as Mean,
+    Metric as Metric,
+    counting as counting,
+    init_mean,
+    is_lower_better as is_lower_better,
+    of_loss as of_loss,
+)
+from purecompose.losses.targets import Mixture, num_examples as count_examples
 
 
 __dir__ = lister(__name__)
 
-
-_Device = torch.device | str | None
-
-
-class Metric(NamedTuple):
-    """Three pure functions; the accumulator is any pytree of tensors.
-
-    Args:
-        init: `init(device) -> accumulator`, without any examples.
-        update: `update(accumulator, outputs, targets) -> accumulator`, with one more batch.
-        compute: `compute(accumulator) -> value`, 0-d; NaN without examples.
-
-    Example:
-        >>> from purecompose.metrics import accuracy
-        >>> acc = accuracy.init()
-        >>> acc = accuracy.update(acc, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
-        >>> accuracy.compute(acc).item()
-        0.5
-    """
-
-    init: Callable[..., Any]
-    update: Callable[..., Any]
-    compute: Callable[[Any], Any]
-    reads_batch: bool = False
-    """True if `update` takes the whole batch in place of the targets, as a model's own loss does."""
-    takes_logits: bool = False
-    """True if `update` takes logits (N, C, ...) and class indices, so that it also works for a model that computes its
-    own loss; see `of_loss`."""
-    takes_count: bool = False
-    """True if `update` also takes `num_examples`, the batch's number of examples."""
-    takes_loss: bool = False
-    """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
-    takes_ignore_index: bool = False
-    """True if `update` also takes `ignore_index`, the index that the state's loss leaves out; see `of_loss`."""
-    is_sum: bool = False
-    """True if accumulators add up: that of two batches is the sum, number by number, of what each adds to an empty one.
-    Several processes then measure a part each; otherwise each measures everything."""
-    higher_is_better: bool | None = None
-    """Whether higher values are better, for rules that stop, keep or rank; `None` if it is not known."""
-
-
-class Mean(NamedTuple):
-    """Accumulator of a mean, used by most metrics of this module."""
-
-    total: Tensor
-    """Sum so far, 0-d: int64 (exact) for accuracies, else float64, or float32 on devices without it."""
-    number: Tensor
-    """Number of examples or positions that counted so far, 0-d int64; floating if a loss weights them."""
-
-    def value(self) -> Tensor:
-        """Return total / number, 0-d float; NaN if nothing counted."""
-        return self.total / self.number
-
-
-def of_loss(metric: Metric, loss_fn: Any) -> Metric:
-    """Return the metric, adapted to the loss of a state.
-
-    A metric that ignores an index uses the `ignore_index` of the loss, unless it was given one. If the model computes
-    its own loss, a metric of logits reads the outputs' `logits` and the labels named by the loss.
-
-    Args:
-        metric: A metric; one that does neither is returned unchanged.
-        loss_fn: The state's loss. It declares the index as `ignore_index`: an attribute, or an argument of torch's
-            cross entropy and of functools.partial.
-
-    Example:
-        >>> from purecompose.losses import CrossEntropy
-        >>> from purecompose.metrics import accuracy
-        >>> outputs, targets = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0, 0])
-        >>> metric = of_loss(accuracy, CrossEntropy(ignore_index=0))
-        >>> metric.compute(metric.update(metric.init(), outputs, targets)).item()
-        1.0
-        >>> metric, batch = of_loss(accuracy, ModelLoss(shift=1)), {"labels": torch.tensor([[0, 1, 1]])}
-        >>> outputs = {"logits": torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]])}
-        >>> metric.compute(metric.update(metric.init(), outputs, batch)).item()
-        0.5
-    """
-    inner = metric.update
-    ignore_index = ignore_index_of(loss_fn)
-    if metric.takes_ignore_index and ignore_index is not None:
-        inner = functools.partial(inner, ignore_index=ignore_index)
-    if not (metric.takes_logits and isinstance(loss_fn, ModelLoss)):
-        return metric._replace(update=inner)
-
-    def update(acc: Any, outputs: Any, given: Any, **options: Any) -> Any:
-        pair = (outputs, given) if isinstance(outputs, Tensor) else loss_fn.logits_and_labels(outputs, given)
-        return inner(acc, *pair, **options)
-
-    return metric._replace(update=update)
-
-
-def counting(metric: Metric, num_examples: int) -> Callable[..., Any]:
-    """Return a metric's `update` for a batch of `num_examples` examples.
-
-    Args:
-        metric: A metric.
-        num_examples: Number of examples in the batch.
-    """
-    return functools.partial(metric.update, num_examples=num_examples) if metric.takes_count else metric.update
-
-
-def is_lower_better(name: str, metric: Metric | None = None) -> bool | None:
-    """Return whether lower values of a metric are better; `None` if this is not known.
-
-    A metric declares it by `higher_is_better`, as those of this module and of torchmetrics do. Without a declaration
-    the name decides if it is "loss", "error" or "accuracy".
-
-    Args:
-        name: Name of the metric, with or without a label before it.
-        metric: The metric, if it is at hand.
-
-    Example:
-        >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy"), is_lower_better("eval/rmse")
-        (True, False, None)
-    """
-    if metric is not None and metric.higher_is_better is not None:
-        return not metric.higher_is_better
-    return {"loss": True, "error": True, "accuracy": False}.get(name.rpartition("/")[2])
-
-
-def _init_mean(device: _Device = None) -> Mean:
-    """Return a mean of nothing so far.
-
-    Args:
-        device: Where its tensors are.
-    """
-    # In float32, further examples are rounded away after some millions; Apple's GPUs have no wider dtype.
-    is_mps = device is not None and torch.device(device).type == "mps"
-    total = torch.zeros((), dtype=torch.float32 if is_mps else torch.float64, device=device)
-    return Mean(total, torch.zeros((), dtype=torch.int64, device=device))
-
-
-def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the share of positions whose class is among the k with the highest outputs.
-
-    Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
-    the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
-    row of zeros do not count. The order of equal outputs is torch's. Several labels at a position, dense rows that add
-    up to more than 1, are an error, for which compiled steps and populations do not look; others wait for the device.
-
-    Args:
-        k: Number of guesses allowed, at least 1.
-        ignore_index: The target index to ignore; by default that of the state's loss, or -100.
-
-    Raises:
-        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes, or several labels (at
-            an update).
-
-    Example:
-        >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
-        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([1, 2]))).item()
-        0.5
-    """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
-
-    def init(device: _Device = None) -> Mean:
-        none = torch.zeros((), dtype=torch.int64, device=device)
-        return Mean(none, none)
-
-    def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> Mean:
-        classes, counted = _classes("top_k", outputs, targets, ignore_index)
-        if outputs.shape[1] < k:
-            raise ValueError(
-                f"top_k: expected outputs (N, C, ...) with at least {k} classes, got shape {tuple(outputs.shape)}"
-            )
-        if k == 1:
-            hits = outputs.argmax(dim=1) == classes
-        else:
-            hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
-        return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
-
-    return _of_classes(Metric(init, update, Mean.value, is_sum=True, higher_is_better=True), ignore_index)
-
-
-def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
-    """Return a metric for the intersection over union of the predicted classes, |P and T| / |P or T|, averaged over the
-    classes that occur.
-
-    Sizes are counted over all examples together. Outputs and targets are as for `top_k`.
-
-    Args:
-        num_classes: C, the number of classes, at least 2.
-        ignore_index: As for `top_k`.
-
-    Raises:
-        TypeError, ValueError: `num_classes` is not an integer of at least 2 (raised immediately), or the outputs have
-            another number of classes (at the first update).
-
-    Example:
-        >>> metric, outputs = iou(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
-        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
-        0.5
-    """
-    check_whole(num_classes, "metrics.iou: num_classes", 2)
-
-    def init(device: _Device = None) -> tuple[Tensor, Tensor]:
-        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
-        return empty, empty
-
-    def update(
-        acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
-    ) -> tuple[Tensor, Tensor]:
-        classes, counted = _classes("iou", outputs, targets, ignore_index)
-        if outputs.shape[1] != num_classes:
-            raise ValueError(f"metrics.iou: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}")
-        numbers = torch.arange(num_classes, device=outputs.device)
-        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
-        wanted = (classes[..., None] == numbers) & counted[..., None]
-        both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
-        return acc[0] + both, acc[1] + sizes
-
-    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
-        both, sizes = acc
-        return (both / (sizes - both)).nanmean()  # NaN for a class that does not occur
-
-    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True), ignore_index)
-
-
-def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
-    """Return a metric of logits and classes, whose `update` takes `ignore_index`, with the given index if there is one.
-
-    Without one it is that of the state's loss.
-    """
-    update = metric.update
-    if ignore_index is not None:
-        update = functools.partial(update, ignore_index=ignore_index)
-    return metric._replace(update=update, takes_logits=True, takes_ignore_index=ignore_index is None)
-
-
-def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the class of each position and whether it counts, both (N, ...), for the metric of this name."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor | Mixture):
-        first = next(iter(outputs), 0) if isinstance(outputs, Mapping) else 0
-        raise TypeError(
-            "a metric of classes expects outputs and targets as tensors, got "
-            f"{type(outputs).__name__} and {type(targets).__name__}; pick them by a function, such as "
-            f"{{'accuracy': lambda outputs, targets: outputs[{first!r}].argmax(1) == targets}}"
-        )
-    check_classes(outputs, f"metrics.{name}")
-    may_read = not (isinstance(targets, Mixture) or torch.compiler.is_compiling() or is_transforming())
-    if isinstance(targets, Mixture):
-        targets = targets.soft(outputs, ignore_index=ignore_index)
-    if has_index_targets(outputs, targets):
-        return targets, (targets >= 0) & (targets != ignore_index)
-    if may_read and has_values(targets) and bool((targets.sum(dim=1) > 1 + 1e-3).any()):
-        raise ValueError(
-            f"metrics.{name}: expected one class for each position, got dense targets of several: count each of them, "
-            "as by `lambda outputs, targets: (outputs > 0) == targets`, or only examples in which all are right, "
-            "`((outputs > 0) == targets).all(1)`"
-        )
-    return targets.argmax(dim=1), targets.any(dim=1)
+GivenMetrics: TypeAlias = str | Callable[..., Any] | Metric | Sequence[Any] | Mapping[str, Any]
+"""Metrics as users give them; see `as_metrics`."""
 
 
 def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
@@ -310,7 +73,9 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
         3.0
     """
     if loss_fn is None:
-        return _sum_of(lambda device=None: {}, _with_parts, _values, takes_loss=True, higher_is_better=False)
+        return _sum_of(
+            lambda device=None: {}, _with_parts, _values, takes_loss=True, higher_is_better=False, name="loss"
+        )
     check_loss(loss_fn)
     if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
         raise ValueError(
@@ -323,7 +88,8 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
 
     # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
-    return _sum_of(_init_mean, update, Mean.value, reads_batch, takes_logits, higher_is_better=False)
+    name = _name_of(loss_fn)
+    return _sum_of(init_mean, update, Mean.value, reads_batch, takes_logits, higher_is_better=False, name=name)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
@@ -348,7 +114,7 @@ def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
 
     if loss_fn is None:
         mean = mean._replace(update=update, takes_ignore_index=True)
-    return mean._replace(compute=lambda acc: Mean.value(acc).exp())
+    return mean._replace(compute=lambda acc: Mean.value(acc).exp(), name="perplexity")
 
 
 def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | None = None) -> Metric:
@@ -387,7 +153,8 @@ def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | 
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
 
-    return _sum_of(_init_mean, update, Mean.value, takes_ignore_index=True, higher_is_better=higher_is_better)
+    settings = {"higher_is_better": higher_is_better, "name": _name_of(fn)}
+    return _sum_of(init_mean, update, Mean.value, takes_ignore_index=True, **settings)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
@@ -456,7 +223,7 @@ def from_torchmetrics(metric: Any) -> Metric:
             setattr(worker, name, list(value) if isinstance(value, list) else value.clone())
         return worker
 
-    def init(device: _Device = None) -> dict[str, Any]:
+    def init(device: Device = None) -> dict[str, Any]:
         fresh = copy.deepcopy(blank)
         return dict((fresh if device is None else fresh.to(device)).metric_state)
 
@@ -475,7 +242,81 @@ def from_torchmetrics(metric: Any) -> Metric:
     reductions = getattr(blank, "_reductions", {"": None}).values()
     is_sum = all(getattr(reduction, "__name__", "") == "dim_zero_sum" for reduction in reductions)
     higher = blank.higher_is_better
-    return Metric(init, update, compute, takes_ignore_index=True, is_sum=is_sum, higher_is_better=higher)
+    settings = {"is_sum": is_sum, "higher_is_better": higher, "name": _name_of(metric)}
+    return Metric(init, update, compute, takes_ignore_index=True, **settings)
+
+
+def as_metrics(metrics: Any) -> dict[str, Metric]:
+    """Return metrics by name, from any form in which they are given.
+
+    A metric of this module has its name; a function the name that it was defined with; a loss or a metric of
+    torchmetrics the name of its class in lower case, such as "multiclass_f1_score".
+
+    Args:
+        metrics: A mapping from names to metrics, a list of metrics, or a single one; each is a name ("accuracy",
+            "top_5", "loss", ...), or anything that `as_metric` takes. `None` is an empty mapping.
+
+    Raises:
+        TypeError: Something that is not a metric, or has no name, as a lambda in a list.
+        ValueError: An unknown name, for which the message lists the known ones; two metrics of one name; a metric that
+            keeps a random generator or an iterator.
+
+    Example:
+        >>> list(as_metrics(["accuracy", "top_5", mean_loss(), cross_entropy]))
+        ['accuracy', 'top_5', 'loss', 'cross_entropy']
+        >>> as_metrics("acuracy")
+        Traceback (most recent call last):
+        ValueError: no metric is called 'acuracy'; did you mean 'accuracy'? There are accuracy, binary_accuracy, ...
+    """
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping):
+        return {str(name): _checked(one, f"metric {name!r}") for name, one in metrics.items()}
+    found: dict[str, Metric] = {}
+    is_list = isinstance(metrics, list | tuple) and not isinstance(metrics, Metric)
+    for given in metrics if is_list else [metrics]:
+        metric = _checked(given, f"metric {given!r:.80}")
+        if not metric.name:
+            raise TypeError(f"the metric {shown(given)} has no name: give a mapping, such as {{'name': metric}}")
+        if metric.name in found:
+            raise ValueError(f"two metrics are called {metric.name!r}: give them names, {{name: metric}}")
+        found[metric.name] = metric
+    return found
+
+
+def _checked(given: Any, what: str) -> Metric:
+    """Return one of the metrics that a user has given."""
+    if isinstance(given, str):
+        return _called(given)
+    metric = as_metric(given)
+    check_hidden(given, f"the {what}")
+    is_known = isinstance(given, Metric) or hasattr(given, "metric_state")
+    if not is_known and not is_callable_with(given, 2):
+        raise TypeError(f"{what}: {shown(given)} cannot be called as metric(outputs, targets)")
+    return metric
+
+
+def _called(name: str) -> Metric:
+    """Return the metric of this module that has this name."""
+    if number := re.fullmatch(r"top_([1-9]\d*)", name):
+        return top_k(int(number[1]))
+    if name not in _NAMED:
+        hint = did_you_mean(name, _NAMED)
+        raise ValueError(
+            f"no metric is called {name!r};{hint} {'There' if hint else 'there'} are {', '.join(_NAMED)}, and top_k "
+            "for any k, such as top_5; give others as functions (outputs, targets), or by a mapping, {name: metric}"
+        )
+    return _NAMED[name]
+
+
+def _name_of(given: Any) -> str:
+    """Return the name of a function, or that of an object's class in snake case; nothing for what has no own name."""
+    if isinstance(given, functools.partial):
+        return ""
+    name = getattr(given, "__name__", None)
+    if name is None:
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(given).__name__).lower()
+    return "" if name == "<lambda>" else name
 
 
 _sum_of = functools.partial(Metric, takes_count=True, is_sum=True)
@@ -494,7 +335,7 @@ def _with_parts(
     check_pairs(loss_fn, outputs, targets)
     terms, found = num_terms(loss_fn, outputs, targets, num_examples), dict(acc)
     for name, value in {"": loss, **parts}.items():
-        total, number = acc.get(name) or _init_mean(loss.device)
+        total, number = acc.get(name) or init_mean(loss.device)
         # With a total of 1 the share is value * terms, or zero if nothing in the batch counts.
         found[name] = Mean(total + share_of_mean(value.detach().to(total.dtype), terms, 1), number + terms)
     return found
@@ -518,5 +359,23 @@ def _check_values(fn: object, values: object, count: int) -> None:
         )
 
 
-accuracy: Metric = top_k(1)  # made last, with all that it needs
-"""The share of examples whose target has the highest output; `top_k(1)`."""
+def _is_right(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs > 0).view_as(targets) == (targets > 0.5)
+
+
+def _distance(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).abs()
+
+
+binary_accuracy: Metric = from_function(_is_right, higher_is_better=True)._replace(name="binary_accuracy")
+"""The share of logits, of any shape, that are above 0 where the target, of this shape, is above 1/2 (or 1), and not
+elsewhere: for one logit per example, or several labels."""
+mae: Metric = from_function(_distance, higher_is_better=False)._replace(name="mae")
+"""The mean absolute difference between outputs and targets of one shape."""
+
+_LOSSES = {"cross_entropy": cross_entropy, "binary_cross_entropy": binary_cross_entropy, "mse": mse}
+_NAMED: dict[str, Metric] = {
+    **{metric.name: metric for metric in (accuracy, binary_accuracy, perplexity(), mae, mean_loss())},
+    **{name: mean_loss(loss)._replace(name=name) for name, loss in _LOSSES.items()},
+}
+"""The metrics that can be given by name, besides "top_k" for any k."""

@@ -1,7 +1,5 @@
 """Training metrics: the metrics of evaluation, computed from the outputs of training steps."""
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -11,15 +9,12 @@ from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.means import targets_of_metric
 from purecompose.core.state import State
-from purecompose.metrics import Metric, accuracy, as_metric, counting, of_loss, top_k
+from purecompose.metrics import GivenMetrics, Metric, as_metrics, counting, of_loss
 from purecompose.time import Time, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import named_time
 
-
-NAMED: Mapping[str, Metric] = MappingProxyType({"accuracy": accuracy, "top_5": top_k(5)})
-"""Map from names to the metrics that can be given by name, as on a command line."""
 
 _UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
@@ -36,7 +31,7 @@ def _checked_period(reset: Any, where: str) -> Time | None:
 
 @factory
 def training_metrics(
-    metrics: Mapping[str, Metric | Callable[..., Tensor]] | Sequence[str] = ("accuracy",),
+    metrics: GivenMetrics = ("accuracy",),
     *,
     reset: Annotated[str | Time | None, _checked_period] = "1ep",
     name: str = "training_metrics",
@@ -53,13 +48,13 @@ def training_metrics(
     same examples.
 
     Args:
-        metrics: Mapping from names to metrics or functions `(outputs, targets)`, as for `evaluate`; or a list of names
-            in `NAMED`. If empty, the algorithm never matches.
+        metrics: Metrics by name, a list of them, or a single one, as for `evaluate`. If empty, the algorithm never
+            matches.
         reset: The length of a period, in whole epochs or batches, such as `"1ep"` or `"100ba"`; `None` for the run.
         name: Name of the algorithm and of its slot.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type, an unknown name, or a period of another unit.
+        TypeError, ValueError: As for `metrics.as_metrics`; the loss of the state, or a period of another unit.
 
     Example:
         >>> training_metrics(["accuracy", "top_5"])
@@ -104,28 +99,15 @@ def training_metrics(
     )
 
 
-def _chosen(metrics: Any) -> dict[str, Metric]:
-    if isinstance(metrics, Mapping):
-        chosen = {str(key): as_metric(metric) for key, metric in metrics.items()}
-        for key, metric in chosen.items():
-            if metric.takes_loss:
-                raise ValueError(
-                    f"training_metrics: {key}: the training loss of each step is state.loss, and its parts are in "
-                    "state.metrics; give mean_loss the loss function to average it"
-                )
-        return chosen
-    if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(isinstance(m, str) for m in metrics):
-        raise TypeError(
-            "training_metrics: metrics: expected a mapping from names to metrics, such as {'accuracy': "
-            f"metrics.accuracy}}, or a list of names, got {metrics!r} ({type(metrics).__name__})"
-        )
-    unknown = [key for key in metrics if key not in NAMED]
-    if unknown:
-        raise ValueError(
-            f"training_metrics: metrics: expected names among {', '.join(NAMED)}, got {unknown[0]!r}; give others as "
-            "a mapping, {name: metric}"
-        )
-    return {key: NAMED[key] for key in metrics}
+def _chosen(given: Any) -> dict[str, Metric]:
+    chosen = as_metrics(given)
+    for key, metric in chosen.items():
+        if metric.takes_loss:
+            raise ValueError(
+                f"training_metrics: {key}: the training loss of each step is state.loss, and its parts are in "
+                "state.metrics; give mean_loss the loss function to average it"
+            )
+    return chosen
 
 
 def _begins(state: State, period: Time) -> Tensor:

@@ -66,7 +66,7 @@ def check_classes(outputs: Tensor, name: str) -> None:
         raise ValueError(
             f"{name}: expected outputs (N, C, ...) with a batch dim and at least 2 classes, got shape "
             f"{tuple(outputs.shape)}; for one logit per example or pixel use losses.binary_cross_entropy, and as a "
-            "metric a function: `lambda outputs, targets: (outputs > 0).view_as(targets) == targets`"
+            "metric metrics.binary_accuracy"
         )
 
 

@@ -6,15 +6,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from purecompose import batch as batches, tree
-from purecompose._support.checks import check_whole, is_callable_with, shown
+from purecompose._support.checks import check_whole, shown
 from purecompose._support.contexts import NOTHING
 from purecompose._support.messages import warn
-from purecompose._support.objects import check_hidden
 from purecompose._support.shards import whole
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step, compose
@@ -29,7 +28,7 @@ from purecompose.data.loaders import check_batches, fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.reader import prefetch
 from purecompose.losses import couples_examples
-from purecompose.metrics import Metric, as_metric, counting, mean_loss, of_loss
+from purecompose.metrics import GivenMetrics, Metric, as_metrics, counting, mean_loss, of_loss
 from purecompose.nn.keyed.modules import detect
 from purecompose.time.event import Event
 from purecompose.time.timestamp import Interval, interval_or_function
@@ -156,7 +155,8 @@ class Evaluator:
 
     Args:
         data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`.
-        metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
+        metrics: Metrics, or functions `(outputs, targets)` of one value for each example: a mapping from names, a list
+            (`["accuracy", f1]`), or a single one, each also by name; see `metrics.as_metrics`. By default the mean
             loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
         every: Interval between evaluations: a number of epochs, batches, samples or tokens, or a fraction of the run.
             The evaluation also runs once at the end.
@@ -172,11 +172,11 @@ class Evaluator:
 
     Example::
 
-        fit(step, state, train, evaluate=Evaluator(test, {"accuracy": metrics.accuracy}, every="2ep"))
+        fit(step, state, train, evaluate=Evaluator(test, ["accuracy", "loss"], every="2ep"))
     """
 
     data: Iterable[Any]
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: GivenMetrics = field(default_factory=dict[str, Any])
     every: Interval | str = "1ep"
     label: str = "eval"
     num_batches: int | None = None
@@ -186,27 +186,26 @@ class Evaluator:
             check_whole(self.num_batches, "Evaluator: num_batches", 1)
         check_batches(self.data, "Evaluator: data")
         every = interval_or_function(self.every, "Evaluator: every")
-        if not isinstance(self.metrics, Mapping):
-            raise TypeError(
-                "metrics: expected a mapping by name, such as {'accuracy': pc.metrics.accuracy}, got a "
-                f"{type(self.metrics).__name__}"
-            )
         object.__setattr__(self, "every", every)
-        object.__setattr__(self, "metrics", {name: _as_metric(name, m) for name, m in self.metrics.items()})
+        object.__setattr__(self, "metrics", as_metrics(self.metrics))
 
     def __repr__(self) -> str:
         rest = f"every={self.every!r}, label={self.label!r}"
         rest += "" if self.num_batches is None else f", num_batches={self.num_batches}"
-        return f"Evaluator({type(self.data).__name__}, metrics={list(self.metrics)}, {rest})"
+        return f"Evaluator({type(self.data).__name__}, metrics={list(self._named)}, {rest})"
+
+    @property
+    def _named(self) -> dict[str, Metric]:
+        return cast("dict[str, Metric]", self.metrics)
 
     @property
     def reported(self) -> dict[str, Metric | None]:
         """The metrics by their names in records, "label/name"; `None` for the loss of the state."""
-        return {f"{self.label}/{name}": metric for name, metric in (self.metrics or {"loss": None}).items()}
+        return {f"{self.label}/{name}": metric for name, metric in (self._named or {"loss": None}).items()}
 
     def measured(self, loss: Any) -> dict[str, Metric]:
         """Return the metrics by name, adapted to a state's loss."""
-        return {name: of_loss(metric, loss) for name, metric in (self.metrics or {"loss": mean_loss()}).items()}
+        return {name: of_loss(metric, loss) for name, metric in (self._named or {"loss": mean_loss()}).items()}
 
 
 def check_other_data(evaluators: Iterable[Evaluator], data: Any) -> None:
@@ -223,7 +222,7 @@ def check_other_data(evaluators: Iterable[Evaluator], data: Any) -> None:
 def evaluate(
     state: State,
     data: Iterable[Any],
-    metrics: Mapping[str, Any] | None = None,
+    metrics: GivenMetrics | None = None,
     *,
     step: Step | None = None,
     num_batches: int | None = None,
@@ -233,7 +232,8 @@ def evaluate(
     Args:
         state: The state, from which evaluation makes a temporary one.
         data: Batches of the form that training uses.
-        metrics: Metrics, or functions `(outputs, targets)` of one value for each example, by name; by default the mean
+        metrics: Metrics, or functions `(outputs, targets)` of one value for each example: a mapping from names, a list
+            (`["accuracy", f1]`), or a single one, each also by name; see `metrics.as_metrics`. By default the mean
             loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
             With `losses.model_loss`, the library's metrics that take logits (accuracy, perplexity, ...) receive the
             outputs' `logits` and the batch's labels; a function receives the outputs and the target, or the whole batch
@@ -265,7 +265,7 @@ def evaluate(
     """
     if not isinstance(state, State):
         raise TypeError(f"evaluate(state, data): expected a State first, got {shown(state)}")
-    evaluator = Evaluator(data, metrics or {}, num_batches=num_batches)
+    evaluator = Evaluator(data, {} if metrics is None else metrics, num_batches=num_batches)
     inner = _sibling(step, eval_events, state)
     warn_of_missing_terms([evaluator], state, inner)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
@@ -342,16 +342,6 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
             current = inner.finish(folded)
         inner.fire(Event.PREDICT_END, current)
     return outputs
-
-
-def _as_metric(name: str, given: Any) -> Metric:
-    """Return one of an evaluator's metrics."""
-    metric = as_metric(given)
-    check_hidden(given, f"the metric {name!r}")
-    is_known = isinstance(given, Metric) or hasattr(given, "metric_state")
-    if not is_known and not is_callable_with(given, 2):
-        raise TypeError(f"metric {name!r}: {shown(given)} cannot be called as metric(outputs, targets)")
-    return metric
 
 
 def warn_of_missing_terms(evaluators: Iterable[Evaluator], state: State, step: Step) -> None:

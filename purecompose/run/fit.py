@@ -282,7 +282,7 @@ def _is_rule(one: Any) -> bool:
 
 def _checked(step: Step, state: State, evaluate: Any, observers: Any, stop: Any, adjust: Any) -> Settings:
     """Return the settings of a run as tuples, with the modes of their metrics; see `fit` for the arguments."""
-    example = "Evaluator(data, metrics), such as Evaluator(test_batches, {'accuracy': pc.metrics.accuracy})"
+    example = "Evaluator(data, metrics), such as Evaluator(test_batches, ['accuracy'])"
     evaluators = _several(evaluate, "evaluate", example, lambda one: isinstance(one, Evaluator))
     twice = [label for label, count in Counter(one.label for one in evaluators).items() if count > 1]
     if twice:

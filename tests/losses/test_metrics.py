@@ -16,6 +16,7 @@ from purecompose.metrics import (
     Metric,
     accuracy,
     as_metric,
+    as_metrics,
     from_function,
     iou,
     is_lower_better,
@@ -314,3 +315,63 @@ def test_iou_counts_sets_over_all_batches():
     torch.testing.assert_close(metric.compute(acc), torch.stack(expected).mean())
     with pytest.raises(ValueError, match="expected 4 classes"):
         metric.update(acc, scores, labels)
+
+
+def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.abs().mean(1)
+
+
+def test_metrics_are_given_by_name_in_a_list_or_alone():
+    outputs, targets = torch.randn(9, 4), torch.arange(9) % 4
+    state = pc.State.create(torch.nn.Identity(), loss=cross_entropy, optimizer=pc.optim.sgd(0.1))
+    expected = {
+        "accuracy": (outputs.argmax(1) == targets).float().mean().item(),
+        "top_3": (outputs.topk(3).indices == targets[:, None]).any(1).float().mean().item(),
+        "loss": F.cross_entropy(outputs, targets).item(),
+        "absolute": outputs.abs().mean().item(),
+    }
+    data = [(outputs[:5], targets[:5]), (outputs[5:], targets[5:])]
+    for metrics in (["accuracy", "top_3", "loss", absolute], (accuracy, top_k(3), mean_loss(), absolute)):
+        assert pc.evaluate(state, data, metrics) == pytest.approx(expected, rel=1e-6)
+    for alone in ("accuracy", accuracy, {"accuracy": "accuracy"}):
+        assert pc.evaluate(state, data, alone) == pytest.approx({"accuracy": expected["accuracy"]})
+    assert [*pc.Evaluator(data, ["accuracy", "loss"]).reported] == ["eval/accuracy", "eval/loss"]
+    assert pc.Evaluator(data, "loss").reported["eval/loss"] is not None
+
+
+def test_names_of_metrics_are_those_of_their_values():
+    binary, values = torch.tensor([[2.0], [-1.0], [3.0]]), torch.tensor([[1.0], [1.0], [0.0]])
+    classes, indices = torch.randn(3, 4), torch.tensor([0, 3, 1])
+    known = {
+        "binary_accuracy": (binary, values, 1 / 3),
+        "mae": (binary, values, 2.0),
+        "mse": (binary, values, 14 / 3),
+        "binary_cross_entropy": (binary, values, F.binary_cross_entropy_with_logits(binary, values).item()),
+        "cross_entropy": (classes, indices, F.cross_entropy(classes, indices).item()),
+        "perplexity": (classes, indices, F.cross_entropy(classes, indices).exp().item()),
+    }
+    for name, (outputs, targets, value) in known.items():
+        assert run(as_metrics(name)[name], outputs, targets, 2) == pytest.approx(value, rel=1e-6), name
+    assert run(as_metrics("binary_accuracy")["binary_accuracy"], binary, values[:, 0], 3) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("accuracyy", ValueError, "did you mean 'accuracy'.*There are accuracy, binary_accuracy.*top_5"),
+        (["fbeta"], ValueError, "no metric is called 'fbeta'; there are accuracy"),
+        ("top_0", ValueError, "no metric is called 'top_0'"),
+        ([lambda outputs, targets: outputs], TypeError, "has no name: give a mapping"),
+        (["accuracy", accuracy], ValueError, "two metrics are called 'accuracy'"),
+        ([3], TypeError, "expected a Metric or a function"),
+        ({"seen": len}, TypeError, "metric 'seen'.*cannot be called as metric"),
+    ],
+)
+def test_metrics_without_a_name_or_with_an_unknown_one_are_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        as_metrics(given)
+
+
+def test_a_metric_of_torchmetrics_has_the_name_of_its_class():
+    classification = pytest.importorskip("torchmetrics.classification")
+    assert [*as_metrics([classification.MulticlassF1Score(num_classes=3)])] == ["multiclass_f1_score"]

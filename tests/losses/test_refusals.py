@@ -87,7 +87,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception] | tuple
     # Metrics
     *((metrics.top_k, (k,), ValueError, "k=") for k in (0, -1, 1.5, True)),
     *(
-        (updated, (metric, torch.zeros(shape), torch.ones(shape)), ValueError, r"got shape \(4.*outputs > 0")
+        (updated, (metric, torch.zeros(shape), torch.ones(shape)), ValueError, r"got shape \(4.*binary_accuracy")
         for metric in CLASS_METRICS
         for shape in ((4, 1), (4, 1, 5, 5), (4,))
     ),

@@ -117,15 +117,9 @@ REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
     # Evaluators
     *[(lambda every=every: evaluator(every=every), ValueError, "a positive time") for every in ("0ep", "10sec")],
     *[(lambda every=every: evaluator(every=every), ERRORS, f"every={every!r}: ") for every in (0.5, "often", None)],
-    (
-        lambda: evaluator(metrics=ACCURACY),
-        TypeError,
-        "mapping by name, such as {'accuracy': pc.metrics.accuracy}, got a Metric",
-    ),
-    *[
-        (lambda one=one: Evaluator([], {"one": one}), TypeError, "expected a Metric or a function")
-        for one in ("accuracy", 3, {})
-    ],
+    (lambda: evaluator(metrics=["accuracy", ACCURACY]), ValueError, "two metrics are called 'accuracy'"),
+    (lambda: evaluator(metrics="acuracy"), ValueError, "did you mean 'accuracy'"),
+    *[(lambda one=one: Evaluator([], {"one": one}), TypeError, "expected a Metric or a function") for one in (3, {})],
     (
         lambda: Evaluator([], {"one": lambda outputs: outputs}),
         TypeError,

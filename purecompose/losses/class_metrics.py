@@ -1,0 +1,142 @@
+"""Metrics of classes, for outputs (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose._support.checks import check_whole
+from purecompose._support.internals import has_values, is_transforming
+from purecompose.losses.metric import Device, Mean, Metric
+from purecompose.losses.targets import Mixture, check_classes, has_index_targets
+
+
+def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the share of positions whose class is among the k with the highest outputs.
+
+    Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
+    the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
+    row of zeros do not count. The order of equal outputs is torch's. Several labels at a position, dense rows that add
+    up to more than 1, are an error, for which compiled steps and populations do not look; others wait for the device.
+
+    Args:
+        k: Number of guesses allowed, at least 1.
+        ignore_index: The target index to ignore; by default that of the state's loss, or -100.
+
+    Raises:
+        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes, or several labels (at
+            an update).
+
+    Example:
+        >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([1, 2]))).item()
+        0.5
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
+
+    def init(device: Device = None) -> Mean:
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        return Mean(none, none)
+
+    def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> Mean:
+        classes, counted = _classes("top_k", outputs, targets, ignore_index)
+        if outputs.shape[1] < k:
+            raise ValueError(
+                f"top_k: expected outputs (N, C, ...) with at least {k} classes, got shape {tuple(outputs.shape)}"
+            )
+        if k == 1:
+            hits = outputs.argmax(dim=1) == classes
+        else:
+            hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
+        return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
+
+    name = "accuracy" if k == 1 else f"top_{k}"
+    return _of_classes(Metric(init, update, Mean.value, is_sum=True, higher_is_better=True, name=name), ignore_index)
+
+
+def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the intersection over union of the predicted classes, |P and T| / |P or T|, averaged over the
+    classes that occur.
+
+    Sizes are counted over all examples together. Outputs and targets are as for `top_k`.
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: As for `top_k`.
+
+    Raises:
+        TypeError, ValueError: `num_classes` is not an integer of at least 2 (raised immediately), or the outputs have
+            another number of classes (at the first update).
+
+    Example:
+        >>> metric, outputs = iou(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
+        0.5
+    """
+    check_whole(num_classes, "metrics.iou: num_classes", 2)
+
+    def init(device: Device = None) -> tuple[Tensor, Tensor]:
+        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
+        return empty, empty
+
+    def update(
+        acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
+    ) -> tuple[Tensor, Tensor]:
+        classes, counted = _classes("iou", outputs, targets, ignore_index)
+        if outputs.shape[1] != num_classes:
+            raise ValueError(f"metrics.iou: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}")
+        numbers = torch.arange(num_classes, device=outputs.device)
+        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
+        wanted = (classes[..., None] == numbers) & counted[..., None]
+        both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
+        return acc[0] + both, acc[1] + sizes
+
+    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
+        both, sizes = acc
+        return (both / (sizes - both)).nanmean()  # NaN for a class that does not occur
+
+    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True, name="iou"), ignore_index)
+
+
+def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
+    """Return a metric of logits and classes, whose `update` takes `ignore_index`, with the given index if there is one.
+
+    Without one it is that of the state's loss.
+    """
+    update = metric.update
+    if ignore_index is not None:
+        update = functools.partial(update, ignore_index=ignore_index)
+    return metric._replace(update=update, takes_logits=True, takes_ignore_index=ignore_index is None)
+
+
+def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the class of each position and whether it counts, both (N, ...), for the metric of this name."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor | Mixture):
+        first = next(iter(outputs), 0) if isinstance(outputs, Mapping) else 0
+        raise TypeError(
+            "a metric of classes expects outputs and targets as tensors, got "
+            f"{type(outputs).__name__} and {type(targets).__name__}; pick them by a function, such as "
+            f"{{'accuracy': lambda outputs, targets: outputs[{first!r}].argmax(1) == targets}}"
+        )
+    check_classes(outputs, f"metrics.{name}")
+    may_read = not (isinstance(targets, Mixture) or torch.compiler.is_compiling() or is_transforming())
+    if isinstance(targets, Mixture):
+        targets = targets.soft(outputs, ignore_index=ignore_index)
+    if has_index_targets(outputs, targets):
+        return targets, (targets >= 0) & (targets != ignore_index)
+    if may_read and has_values(targets) and bool((targets.sum(dim=1) > 1 + 1e-3).any()):
+        raise ValueError(
+            f"metrics.{name}: expected one class for each position, got dense targets of several: count each of them, "
+            "as metrics.binary_accuracy does, or only examples in which all are right, "
+            "`lambda outputs, targets: ((outputs > 0) == targets).all(1)`"
+        )
+    return targets.argmax(dim=1), targets.any(dim=1)
+
+
+accuracy: Metric = top_k(1)  # made last, with all that it needs
+"""The share of examples whose target has the highest output; `top_k(1)`."""
