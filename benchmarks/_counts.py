@@ -27,7 +27,7 @@ from purecompose.nn import models
 from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.capture import capture, fake_mode
 from purecompose.transforms.compilation.messages import memories, messages, write_early
-from purecompose.transforms.compilation.rewriting import update_in_place
+from purecompose.transforms.compilation.updates import update_in_place
 from purecompose.transforms.signature import Signature
 
 

@@ -45,6 +45,7 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 QUICK = {"unmatched", "quality/ensemble", "products"}
 SCRIPTS: list[tuple[str, str, Callable[[list[dict[str, Any]]], bool]]] = [
     ("unmatched", "", lambda rows: [row["algorithms"] for row in rows] == ["none", "five", "none again"]),
+    ("sparse_updates", "--rows 50000", lambda rows: [row["side"] for row in rows] == ["by hand", "ours"] * 3),
     ("recording", "", lambda rows: all(10 < row["checkpoints of 100,000 batches"] <= 20 for row in rows)),
     ("quality/ensemble", "", lambda rows: rows[3]["parameters"] == 8 * rows[0]["parameters"]),
     ("quality/finetuning", "", lambda rows: rows[0]["of plain"] == rows[0]["time to it, of plain"] == "1.00"),

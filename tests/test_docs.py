@@ -122,6 +122,7 @@ def test_the_page_on_laws(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows == [(law.name, law.promise) for law in names["LAWS"]]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # while Inductor is imported
 def test_the_page_on_training(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("training.md")
     printed = capsys.readouterr().out

@@ -24,7 +24,9 @@ from purecompose.core.ranks import Sharing
 from purecompose.core.values import TENSOR_FIELDS, Values, fields_where
 from purecompose.nn.model import from_module
 from purecompose.nn.network import warn_of_dropped
+from purecompose.nn.splitting import sparse_tables
 from purecompose.optim.protocol import check_optimizer, checked_init
+from purecompose.optim.wrapping import warn_of_moved_rows
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.time import RunLength, Time, Timestamp
@@ -102,10 +104,14 @@ class State(Values):
 
         Raises:
             TypeError, ValueError: An argument is of the wrong kind; the message names it and the remedy.
+
+        Warns:
+            UserWarning: An embedding has `sparse=True`, and the optimizer moves all of its rows in each step.
         """
         parts = from_module(net, eval_mode=eval_mode, train_mode=train_mode)
         parts, loss, loss_model = joined(parts, loss, net)
         check_optimizer(optimizer, "optimizer")
+        warn_of_moved_rows(optimizer, parts.params, sparse_tables(net))
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
         if input_field is None:

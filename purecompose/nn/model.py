@@ -204,7 +204,7 @@ def from_module(
         skeleton = copy.deepcopy(module, memo)
         for child in skeleton.modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-                child.sparse = False  # a warning has said so
+                child.sparse = False  # `purecompose.optim.rows` says how tables are updated instead
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be deep-copied: {error}") from error
     splitting.check_hidden(module, memo, twins)

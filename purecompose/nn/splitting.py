@@ -138,7 +138,7 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 
 def check_modules(module: nn.Module) -> None:
-    """Reject modules whose weights cannot be exchanged, and warn of sparse gradients."""
+    """Reject modules whose weights cannot be exchanged."""
     for name, child in module.named_modules():
         where, kind = f"{name!r}" if name else "the network", type(child).__name__
         if isinstance(child, torch.jit.ScriptModule):
@@ -156,11 +156,15 @@ def check_modules(module: nn.Module) -> None:
                 f"{where} is a {kind}: pass the network inside it (net.module); pc.data_parallel(step) trains on "
                 "several devices"
             )
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            warn(
-                f"{where} has sparse gradients ({kind}(sparse=True)), which become dense: each step passes over the "
-                "whole table (faster in pc.compile), and the optimizer moves rows that no index names, too"
-            )
+
+
+def sparse_tables(module: nn.Module) -> list[str]:
+    """Return the names of the weights of embeddings with `sparse=True`."""
+    return [
+        f"{name}.weight".lstrip(".")
+        for name, child in module.named_modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    ]
 
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")

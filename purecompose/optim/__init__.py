@@ -17,6 +17,7 @@ from purecompose.optim.from_torch import from_torch as from_torch
 from purecompose.optim.muon import muon as muon
 from purecompose.optim.protocol import Optimizer as Optimizer, OptState as OptState, Value as Value
 from purecompose.optim.sgd import decoupled_sgdw as decoupled_sgdw, lion as lion, sgd as sgd
+from purecompose.optim.sparse import adagrad as adagrad, sparse_adam as sparse_adam
 
 
 __dir__ = lister(__name__)

@@ -3,7 +3,7 @@
 Where torch has a fused kernel, Adam's update is one pass over each tensor, without temporary ones. In a traced step the
 update of many tensors is one operation, `purecompose::adam`, where the formula is a dozen for each tensor. It returns
 new tensors; if these replace donated buffers, the graph gets `purecompose::adam_` instead, which writes into them
-(`transforms/compilation/rewriting.py`).
+(`transforms/compilation/updates.py`).
 """
 
 # torch.optim itself is built on the fused kernels, but torch exports them under private names.
@@ -216,13 +216,13 @@ class Adam(ByGroup):
         count = torch.stack(steps).to(wide_dtype(params))
         # lr * (m / c1) / (sqrt(v / c2) + eps), rewritten so that both corrections are computed on scalars:
         # (lr * root / c1) * m / (sqrt(v) + eps * root), where root = sqrt(c2).
-        root = _correction(beta2, count).sqrt()
-        rates = unbound(root * lr / _correction(beta1, count))
+        root = correction(beta2, count).sqrt()
+        rates = unbound(root * lr / correction(beta1, count))
         floors = unbound(root * self.eps)
         return subtract_ratio(params, multiply(averages, rates), root_plus(squares, floors)), new_slots
 
 
-def _correction(beta: float | Tensor, count: Tensor) -> Tensor:
+def correction(beta: float | Tensor, count: Tensor) -> Tensor:
     """Return 1 - beta^count, computed by expm1, since 1 - 0.999 in float32 loses half of its digits."""
     if isinstance(beta, Tensor):
         return -torch.expm1(count * beta.to(count.dtype).log())

@@ -53,6 +53,11 @@ class ByGroup:
         self.check()
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
+    @property
+    def moves_rows(self) -> bool:
+        """True if a row stays as it is where its gradient is zero, so that only looked-up rows of a table move."""
+        return False
+
     def check(self) -> None:
         """Raise a `TypeError` or `ValueError` for settings that are valid one by one, but not together."""
 

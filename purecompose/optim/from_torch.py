@@ -244,8 +244,8 @@ def _check_class(optimizer: Any) -> None:
         )
     if issubclass(optimizer, torch.optim.SparseAdam):
         raise TypeError(
-            f"from_torch({_name(optimizer)}): it takes sparse gradients, but here they are dense; use adam, which "
-            "also moves embeddings"
+            f"from_torch({_name(optimizer)}): it takes sparse gradients, but here they are dense; use "
+            "optim.sparse_adam, which is equal to it"
         )
 
 

@@ -12,6 +12,7 @@ from purecompose._support.checks import suggests_keywords
 from purecompose.optim.base import Betas, ByGroup, Decay, GivenGroups, Rate, decayed, read, wide_dtype
 from purecompose.optim.lists import add, increment, lerp, multiply, sign, unbound
 from purecompose.optim.protocol import Value
+from purecompose.optim.rows import tables_apart
 from purecompose.schedule import Scalar
 
 
@@ -132,10 +133,17 @@ class SGD(ByGroup):
             return ()
         return ("momentum",) if self.dampening == 0.0 else ("step", "momentum")
 
+    @property
+    def moves_rows(self) -> bool:
+        return self.momentum == 0.0 and self.weight_decay == 0.0
+
     def move(
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        descent = -read(self.lr, value)
+        lr = read(self.lr, value)
+        descent = -lr
+        if self.moves_rows:
+            return tables_apart("sgd", [params], grads, [lr], lambda rest, own: [add(rest[0], own, descent)])[0], {}
         grads, params = decayed(self.decay, grads, params, self.weight_decay, self.lr, value)
         if self.momentum == 0.0:
             return add(params, grads, descent), {}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.internals import is_watched
+from purecompose._support.messages import warn
 from purecompose._support.shards import is_shard, local, place_of, placed, sum_of_shards
 from purecompose.optim.base import ByGroup, cells, decayed, matched
 from purecompose.optim.by_pattern import ByPattern
@@ -234,6 +235,18 @@ def rules_of(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
     if isinstance(optimizer, ByGroup):
         return {name: cell.rule for cell in cells(optimizer, tuple(params)) for name in cell.names}
     return rules_of(optimizer.inner, params) if _is_around(optimizer) else dict.fromkeys(params, optimizer)
+
+
+def warn_of_moved_rows(optimizer: Any, params: Mapping[str, Tensor], tables: Iterable[str]) -> None:
+    """Warn of tables that should have sparse gradients, of which an optimizer moves rows that no index names."""
+    rules = rules_of(optimizer, params) if (tables := list(tables)) else {}
+    for name in tables:
+        if not getattr(rules.get(name), "moves_rows", False):
+            warn(
+                f"{name} belongs to an embedding with sparse=True, but {optimizer!r} moves all rows in each step, as "
+                "with dense gradients: only optim.sgd without momentum and decay, optim.adagrad and optim.sparse_adam "
+                f"leave rows that no index names, as in optim.by_pattern({{{name!r}: optim.sparse_adam(1e-3)}}, rest)"
+            )
 
 
 def without_groups(optimizer: Any) -> Any:

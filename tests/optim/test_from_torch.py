@@ -194,7 +194,7 @@ def test_state_that_changes_its_shape_is_an_error_in_the_update(mode: str, messa
     ("optimizer", "settings", "error", "message"),
     [
         (torch.optim.LBFGS, {}, TypeError, r"from_torch\(torch.optim.LBFGS\): it evaluates the loss several times"),
-        (torch.optim.SparseAdam, {}, TypeError, "it takes sparse gradients, but here they are dense"),
+        (torch.optim.SparseAdam, {}, TypeError, "use optim.sparse_adam"),
         (torch.optim.Adam, {"rate": 0.1}, TypeError, r"from_torch\(torch.optim.Adam\): .*unexpected keyword .*'rate'"),
         (torch.optim.Adam, {"lr": -1.0}, ValueError, r"from_torch\(torch.optim.Adam\): Invalid learning rate: -1.0"),
         (torch.optim.Adam, {"lr": torch.tensor(0.1)}, TypeError, r"lr: expected a number, .*use hparam"),

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import optim
-from purecompose.transforms.compilation.rewriting import update_in_place
+from purecompose.transforms.compilation.updates import update_in_place
 
 
 COUNT = 33

@@ -66,6 +66,18 @@ TWINS: dict[str, Twin] = {
         },
         {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.1, "momentum": 0.5},
     ),
+    "adagrad": Twin(
+        torch.optim.Adagrad,
+        {
+            "lr": [0.01],
+            "lr_decay": [0.0, 0.1],
+            "weight_decay": [0.0, 0.5],
+            "initial_accumulator_value": [0.0, 0.5],
+            "eps": [1e-10, 1e-3],
+        },
+        {"body.bias": {"weight_decay": 0.1, "lr_decay": 0.5}, "head.weight": {"lr": 0.1}},
+        {"lr": 0.01, "lr_decay": 0.1, "weight_decay": 0.1},
+    ),
     "adafactor": Twin(
         torch.optim.Adafactor,
         {

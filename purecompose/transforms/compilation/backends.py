@@ -35,15 +35,15 @@ from purecompose.transforms.compilation.fusing import (
 )
 from purecompose.transforms.compilation.gpu_draws import draw_in_kernels
 from purecompose.transforms.compilation.inductor import inductor_for
-from purecompose.transforms.compilation.messages import write_early
+from purecompose.transforms.compilation.messages import UPDATES, write_early
 from purecompose.transforms.compilation.rewriting import (
     DECOMPOSITIONS,
     accumulate_rows,
     open_draws,
     replace_draws,
-    update_in_place,
     with_channels_last,
 )
+from purecompose.transforms.compilation.updates import look_up_rows, update_in_place
 
 
 Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -67,6 +67,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
         RuntimeError: Inductor finds no C++ compiler.
         TraceError: Inductor fails on the graph.
     """
+    look_up_rows(graph)
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
     if backend == "eager" or is_empty or not _placeholders(graph):
         update_in_place(graph)
@@ -142,7 +143,7 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
                 recompute_signs(graph)
         update_in_place(graph)
         # Inductor keeps its copies at the end, and most of the order of operations that it does not compile.
-        write_early(graph, [torch.ops.purecompose.adam_.default])
+        write_early(graph, UPDATES)
         if inductor.graph.GraphLowering.decide_layout_opt(graph, is_inference=False):
             graph = with_channels_last(graph)
         # The code after the graph reads each result by its traced strides. Inductor keeps the strides of the results

@@ -175,7 +175,9 @@ def _is_reduction(node: fx.Node) -> bool:
 # sent to other processes, a few messages later (`messages.py`).
 
 
-_WRITES = (torch.ops.aten.copy_.default, torch.ops.purecompose.adam_.default)
+UPDATES = (torch.ops.purecompose.adam_.default, torch.ops.purecompose.rows_at_.default)
+"""Updates of an optimizer in place."""
+_WRITES = (torch.ops.aten.copy_.default, *UPDATES)
 """Operations that write into donated buffers."""
 
 

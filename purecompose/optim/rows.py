@@ -1,0 +1,209 @@
+"""Rules that move only the rows of a table that the batch has looked up, as optimizers for sparse gradients do.
+
+A row of a parameter is what its first dimension indexes. A rule here leaves a row, and what it remembers of it, as it
+is where the gradient of the whole row is zero. So it is a function of dense gradients, and works wherever these do.
+
+In a traced step the update of a large table is one operation, `purecompose::rows`. Where its gradient is that of an
+embedding, the graph gets `purecompose::rows_at` instead, which is given the looked-up rows, and where the results
+replace donated buffers `purecompose::rows_at_`, which writes these rows only
+(`transforms/compilation/updates.py`). The dense gradient is then computed nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from purecompose._support.internals import is_fake
+from purecompose.optim.lists import is_plain, root_plus
+
+
+RowRule = Callable[[Tensor, list[Tensor], Sequence[Any]], list[Tensor]]
+"""From gradients, memory and scalars to what is added to the parameter and to each memory."""
+
+
+def _sgd(grad: Tensor, memory: list[Tensor], scalars: Sequence[Any]) -> list[Tensor]:
+    del memory
+    return [grad * -scalars[0]]
+
+
+def _adagrad(grad: Tensor, memory: list[Tensor], scalars: Sequence[Any]) -> list[Tensor]:
+    (total,), (rate, eps), square = memory, scalars, grad * grad
+    return [-rate * (grad / _root_plus(total + square, eps)), square]
+
+
+def _sparse_adam(grad: Tensor, memory: list[Tensor], scalars: Sequence[Any]) -> list[Tensor]:
+    rate, beta1, beta2, eps = scalars
+    changes = [(x - old) * (1 - beta) for x, old, beta in zip((grad, grad * grad), memory, (beta1, beta2), strict=True)]
+    average, square = (old + change for old, change in zip(memory, changes, strict=True))
+    return [-rate * (average / _root_plus(square, eps)), *changes]
+
+
+RULES: dict[str, RowRule] = {"sgd": _sgd, "adagrad": _adagrad, "sparse_adam": _sparse_adam}
+"""The rules by name. All but the last change nothing where a gradient is zero, by their formulas."""
+
+
+def moved(
+    rule: str, params: list[Tensor], grads: list[Tensor], memory: Sequence[list[Tensor]], scalars: Sequence[Any]
+) -> list[list[Tensor]]:
+    """Return the new tensors of each list, `[params, *memory]`, after a rule has moved the rows with a gradient.
+
+    Args:
+        rule: A name in `RULES`.
+        params: The parameters.
+        grads: Their gradients.
+        memory: What the rule remembers, a list for each quantity, with one tensor for each parameter.
+        scalars: The rule's numbers, or 0-d tensors; or lists with one of these for each parameter.
+
+    Example:
+        >>> table = [torch.zeros(3, 2)]
+        >>> grads = [torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])]
+        >>> moved("sgd", table, grads, (), [0.5])[0][0]
+        tensor([[ 0.0000,  0.0000],
+                [-0.5000,  0.0000],
+                [ 0.0000,  0.0000]])
+    """
+    rows = []
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        own = [param, *(tensors[i] for tensors in memory)]
+        numbers = [scalar[i] if isinstance(scalar, list) else scalar for scalar in scalars]
+        if is_traced(param):
+            tensors = [x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64) for x in numbers]
+            rows.append(torch.ops.purecompose.rows(own, grad, tensors, rule))
+        else:
+            rows.append(_moved(rule, own, grad, numbers))
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+Lists = list[list[Tensor]]
+"""`[params, *memory]`, with one tensor for each parameter in each list."""
+
+
+def tables_apart(
+    rule: str, lists: Lists, grads: list[Tensor], scalars: Sequence[Any], rest: Callable[[Lists, list[Tensor]], Lists]
+) -> Lists:
+    """Return new lists: large tables of a traced step are moved by a rule, and other parameters by `rest`.
+
+    Args:
+        rule: A name in `RULES`, equal to what `rest` computes.
+        lists: The old lists.
+        grads: The gradients.
+        scalars: See `moved`.
+        rest: Function of the lists and gradients of the other parameters.
+    """
+    are_tables = [is_traced(param) for param in lists[0]]
+    if not any(are_tables):
+        return rest(lists, grads)
+
+    def chosen(items: Any, is_table: bool) -> Any:
+        if not isinstance(items, list):
+            return items
+        return [item for item, own in zip(items, are_tables, strict=True) if own is is_table]
+
+    (params, *memory), left = ([chosen(items, is_table) for items in lists] for is_table in (True, False))
+    own = [chosen(scalar, True) for scalar in scalars]
+    found = iter(zip(*moved(rule, params, chosen(grads, True), memory, own), strict=True))
+    others = iter(zip(*rest(left, chosen(grads, False)), strict=True)) if not all(are_tables) else iter(())
+    return [list(column) for column in zip(*(next(found if own else others) for own in are_tables), strict=True)]
+
+
+_SMALLEST = 2**20
+"""Least number of bytes of a table whose traced update is one operation."""
+
+
+def is_traced(param: Tensor) -> bool:
+    """Return whether this is a large table in a traced step on a CPU."""
+    is_table = param.ndim == 2 and param.device.type == "cpu" and param.dtype in (torch.float32, torch.float64)
+    is_large = is_table and is_fake(param) and type(len(param)) is int and param.nbytes >= _SMALLEST
+    return is_large and is_plain() and not torch.compiler.is_compiling()
+
+
+def _moved(rule: str, tensors: list[Tensor], grad: Tensor, scalars: Sequence[Any]) -> list[Tensor]:
+    """Return the new parameter and memory."""
+    is_named = grad != 0
+    if grad.ndim > 1:
+        is_named = is_named.flatten(1).any(1)
+    if is_plain() and not is_fake(grad) and grad.ndim > 1 and grad.device.type == "cpu":
+        (places,) = is_named.nonzero(as_tuple=True)
+        copies = [tensor.clone() for tensor in tensors]
+        _write(rule, copies, places, grad.index_select(0, places), scalars)
+        return copies
+    changes = RULES[rule](grad, tensors[1:], scalars)
+    is_named = is_named.view(-1, *[1] * (grad.ndim - 1)) if grad.ndim else is_named
+    return [
+        torch.where(is_named, old + change, old).to(old.dtype) for old, change in zip(tensors, changes, strict=True)
+    ]
+
+
+def _root_plus(x: Tensor, y: Any) -> Tensor:
+    return root_plus([x], y)[0]
+
+
+def _write(rule: str, tensors: list[Tensor], places: Tensor, grad: Tensor, scalars: Sequence[Any]) -> None:
+    """Write the new rows at places, all different, into parameter and memory; `grad` has their gradients."""
+    old = [tensor.index_select(0, places) for tensor in tensors]
+    for tensor, before, change in zip(tensors, old, RULES[rule](grad, old[1:], scalars), strict=True):
+        tensor.index_copy_(0, places, before + change)
+
+
+# The operations of a traced step
+
+
+def _rows(tensors: list[Tensor], grad: Tensor, scalars: list[Tensor], rule: str) -> list[Tensor]:
+    return _moved(rule, tensors, grad, [scalar.item() for scalar in scalars])
+
+
+def formula(tensors: list[Tensor], grad: Tensor, scalars: list[Tensor], rule: str) -> list[Tensor]:
+    """Return what `purecompose::rows` does, in operations of torch: the form of a gradient that no embedding has."""
+    if rule == "sparse_adam":
+        return _moved(rule, tensors, grad, scalars)
+    changes = RULES[rule](grad, tensors[1:], scalars)
+    return [old + change.to(old.dtype) for old, change in zip(tensors, changes, strict=True)]
+
+
+def _rows_at_(
+    tensors: list[Tensor], places: list[Tensor], grads: list[Tensor], scalars: list[Tensor], rule: str
+) -> None:
+    param, numbers = tensors[0], [scalar.item() for scalar in scalars]
+    index = torch.cat([one.reshape(-1) for one in places])
+    rows = torch.cat([one.reshape(-1, param.shape[1]) for one in grads]).to(param.dtype)
+    if rule == "sgd":  # linear, so that rows need not be summed first
+        param.add_(_sparse(index, rows, len(param)), alpha=-numbers[0])
+        return
+    chosen, turn = index.unique(return_inverse=True)
+    sums = rows.new_zeros(len(chosen), param.shape[1]).add_(_sparse(turn, rows, len(chosen)))
+    is_named = (sums != 0).any(1)
+    if not is_named.all():
+        chosen, sums = chosen[is_named], sums[is_named]
+    _write(rule, tensors, chosen, sums, numbers)
+
+
+def _sparse(index: Tensor, rows: Tensor, size: int) -> Tensor:
+    return torch.sparse_coo_tensor(index[None], rows, (size, rows.shape[1]), check_invariants=False)
+
+
+def _rows_at(tensors: list[Tensor], *given: Any) -> list[Tensor]:
+    copies = [tensor.clone() for tensor in tensors]
+    _rows_at_(copies, *given)
+    return copies
+
+
+def _fake(tensors: list[Tensor], *_: object) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in tensors]
+
+
+_ARGUMENTS = "Tensor[] places, Tensor[] grads, Tensor[] scalars, str rule"
+_library = Library("purecompose", "FRAGMENT")
+_library.define("rows(Tensor[] tensors, Tensor grad, Tensor[] scalars, str rule) -> Tensor[]")
+_library.define(f"rows_at(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]")
+_library.define(f"rows_at_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()")
+_library.impl("rows", _rows, "CPU")
+_library.impl("rows_at", _rows_at, "CPU")
+_library.impl("rows_at_", _rows_at_, "CPU")
+register_fake("purecompose::rows", _fake, lib=_library)
+register_fake("purecompose::rows_at", _fake, lib=_library)
+register_fake("purecompose::rows_at_", lambda *_: None, lib=_library)
