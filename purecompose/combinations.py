@@ -44,8 +44,8 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     (_POPULATION, "stopping rules"): Refusal(
         "its members would stop at different times", "train them one by one (unstack_states)"
     ),
-    (_POPULATION, "checkpoints chosen by a metric"): Refusal(
-        "it has no single best state", "count the newest, Checkpoints(keep=...)"
+    (_POPULATION, "states chosen by a metric"): Refusal(
+        "it has no single best state", "keep the newest, Checkpoints(keep=...), and the last one"
     ),
     (_PROCESSES, "a step that is divided already"): Refusal(
         "its batch would be divided twice", "divide the step that compose made"

@@ -117,7 +117,7 @@ TRIALS: dict[tuple[str, str], Callable[[], Any]] = {
     ("a population", "stopping rules"): lambda: fit_members(
         evaluate=pc.Evaluator(pc.data.arrays(*BATCH, batch_size=2)), stop=pc.EarlyStopping("eval/loss", "1ep")
     ),
-    ("a population", "checkpoints chosen by a metric"): keeps_best,
+    ("a population", "states chosen by a metric"): keeps_best,
     ("several processes", "a step that is divided already"): divided_again,
     ("several processes", "a Grad outside of Microbatches"): lambda: shared(of(loop.Grad(loop.forward, loop.loss))),
     ("several processes", "a stage of your own with denominators or losses.over_batch"): lambda: lowered(

@@ -127,7 +127,8 @@ def test_the_page_on_training(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("training.md")
     printed = capsys.readouterr().out
     assert "3.0/3 ep" in printed  # the progress observer
-    assert "\n5 30\n12\n12\n16\n8\n" in printed
+    assert re.search(r"\n5 30\n\{'loss': [\d.]+\} in epoch [123]\n12\n12\n16\n8\n", printed)
+    assert names["best"].timestamp.batch in (6, 12, 18)
     assert names["epochs_seen"] == [1, 2, 3]
     batch_numbers, accuracies = names["history"].series("eval/accuracy")
     assert batch_numbers == [6, 12, 18] and accuracies[-1] > 0.7

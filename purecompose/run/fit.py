@@ -1,4 +1,4 @@
-"""`fit` and `training`: check the settings of a run, give its state a length and all memory, and run the loop.
+"""`fit` and `training`: give the state of a run its length and all memory, resume it if requested, and run the loop.
 
 A loop of fifteen lines could do the same: it reads batches, calls the step, and fires the events outside the step.
 """
@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from purecompose._support.checks import check_keywords, is_callable_with, shown
+from purecompose._support.checks import check_keywords
 from purecompose._support.messages import naming_urls, warn
-from purecompose.combinations import unsupported
-from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
-from purecompose.data.loaders import StateStream, check_batches, describe_data, differences, length_of, own_order
+from purecompose.data.loaders import StateStream, describe_data, differences, length_of, own_order
 from purecompose.errors import CheckpointWarning, MismatchError, SkippingWarning
-from purecompose.run.evaluation import Evaluator, Observer, check_other_data, warn_of_missing_terms
-from purecompose.run.outer import EpochData, Run, Settings
-from purecompose.run.rules import Adjuster, Stopper, mode_of, with_modes
-from purecompose.run.saving.checkpoint import Resumed, restore_extra, resumed_from, resumed_from_newest
+from purecompose.run.checking import check_arguments, checked_checkpoints, checked_result, checked_settings
+from purecompose.run.evaluation import Evaluator, Observer
+from purecompose.run.outer import EpochData, Run
+from purecompose.run.rules import Adjuster, BestState, Stopper
+from purecompose.run.saving.checkpoint import Resumed, best_before, restore_extra, resumed_from, resumed_from_newest
 from purecompose.run.saving.keeping import Keeper
 from purecompose.run.saving.leaves import POSITION
 from purecompose.run.saving.remote import fetched
@@ -54,15 +53,19 @@ def _states(
     checkpoints: Checkpoints | None = None,
     resume: Path | str | None = None,
     microbatches: str | None = None,
+    result: Literal["last", "best"] = "last",
 ) -> Iterator[State]:
     """Yield the states of a run; see `fit` and `training`, which take the same settings.
 
     Args:
         defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
     """
-    _check_arguments(step, state, data, microbatches, resume)
-    settings = _checked(step, state, evaluate, observers, stop, adjust)
-    checkpoints = _checked_checkpoints(checkpoints, step, state, data, settings)
+    check_arguments(step, state, data, microbatches, resume)
+    settings = checked_settings(step, state, evaluate, observers, stop, adjust)
+    checkpoints = checked_checkpoints(checkpoints, step, state, data, settings)
+    best = checked_result(result, checkpoints, step, state, settings)
+    if checkpoints is not None and best is not None:  # so that a resumed run finds it
+        checkpoints = replace(checkpoints, best=best.metric, mode=best.mode)
     state, budget = start_of_run(step, state, data, settings.watchers, duration)
     if step.ranks is not None:
         _check_ends_together(budget, microbatches)
@@ -73,6 +76,8 @@ def _states(
         is_adaptive = microbatches is not None
         resumed, position = _resumed(keeper, state, step, data, resume, ["microbatches"] * is_adaptive)
         if resumed is not None:
+            if best is not None:
+                _recall(best, resumed, state, step)
             state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
@@ -88,6 +93,7 @@ def _states(
             memory={} if resumed is None else {"has_begun": resumed.index.batch > 0, **resumed.index.memory},
             metrics={} if resumed is None else resumed.index.metrics,
             position=position,
+            best=best,
         )
         yield from run.states(state, defers_signals=defers_signals)
     finally:
@@ -134,20 +140,27 @@ def fit(step: Step, state: State, data: Any = None, **settings: Any) -> State:
             defines the structure and the run's length, and `checkpoints.extra` is restored in its place. BEFORE_LOAD
             fires on `state` if there is a checkpoint, and AFTER_LOAD on the loaded state.
         microbatches: `"auto"` to double the number of slices whenever memory does not suffice, from that batch on.
+        result: `"last"` for the state at the end, or `"best"` for that of the best evaluation: the whole state, as its
+            checkpoint has it. The metric is that of `Checkpoints(best=...)`, or else of `EarlyStopping`, or else the
+            only one that the evaluators report; of equal values the first one is the best. The state is kept in memory,
+            in addition to the current one; with `checkpoints`, the best one is also kept there, and a resumed run
+            returns what the uninterrupted one would have returned.
 
     Returns:
-        The state at the end. Calling `fit` again with a longer duration continues from there.
+        The state at the end, or the best one. Calling `fit` again with a longer duration continues from there.
 
     Raises:
         TypeError: An argument is not a step, state or evaluator.
         ValueError: No duration is given, or its counter does not move with the batches; the step has no `advance`;
             nothing is left to train; the data has no batch, or fewer than the state's `batches_per_epoch`; an evaluator
-            reads the same stream; in a step of several processes, a duration in seconds or `microbatches="auto"`.
+            reads the same stream; with `result="best"`, no metric or more than one could decide; in a step of several
+            processes, a duration in seconds or `microbatches="auto"`.
         FileExistsError: `resume` is not given, but `checkpoints` contains checkpoints of a run that has come further.
         MismatchError, DamagedError: The checkpoint does not fit, or is incomplete; see `load`.
 
     Warns:
-        UserWarning: The run has another length than before, which changes a schedule from this batch on.
+        UserWarning: The run has another length than before, which changes a schedule from this batch on; or with
+            `result="best"` no evaluation has given a number, so that the last state is returned.
 
     Example:
         >>> import torch
@@ -218,6 +231,16 @@ def _resumed(
         return resumed, resumed.outside.get(POSITION)
 
 
+def _recall(best: BestState, resumed: Resumed, like: State, step: Step) -> None:
+    """Let the best state be that of the run up to the checkpoint from which it continues."""
+    found = best_before(resumed, like, step, Checkpoints("", best=best.metric, mode=best.mode))
+    if found is not None:
+        rating, state = found
+        run = like.timestamp.run
+        best.rating = rating
+        best.state = step.fire(Event.AFTER_LOAD, state.replace(timestamp=state.timestamp.replace(run=run)))
+
+
 def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
     """Warn if the data differ from those of the checkpoint, as far as that is known."""
     now, length = resumed.state.timestamp, like.timestamp.run.batches_per_epoch
@@ -240,98 +263,6 @@ def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
     reason = own_order(data, has_position=POSITION in resumed.index.memory or now.batch_in_epoch > 0)
     if reason is not None and now.batch > 0:
         warn(f"continuing from batch {now.batch}: {reason}", SkippingWarning)
-
-
-def _check_arguments(step: Step, state: State, data: Any, microbatches: Any, resume: Any) -> None:
-    """Raise unless these are a step, a state, batches, a valid number of microbatches, and a place to resume from."""
-    if not isinstance(step, Step) or not isinstance(state, State):
-        came = f"{type(step).__name__}, {type(state).__name__}"
-        raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
-    if not step.has_advance:
-        raise ValueError(
-            "fit: the step's program has no `advance`, so time would stand still and training never end; "
-            "put `advance` after `update` and before Event.BATCH_END, as loop_events does"
-        )
-    if not isinstance(data, StateStream):
-        check_batches(data, "fit: data")
-    if microbatches not in (None, "auto"):
-        raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
-    if resume is not None and not isinstance(resume, (str, Path)):
-        raise TypeError(f"resume: expected 'auto' or the path of a checkpoint, got {shown(resume)}")
-
-
-def _several(given: Any, role: str, example: str, is_right: Callable[[Any], bool]) -> tuple[Any, ...]:
-    """Return one or several objects, of which a function tells whether they are of the right kind, as a tuple."""
-    if given is None:
-        return ()
-    # Batches in place of an evaluator are a common slip. They are not iterated, which might load a whole data set.
-    is_many = isinstance(given, (Collection, Iterator)) and not isinstance(given, str) and not is_right(given)
-    members = tuple(given) if is_many else (given,)
-    for member in members:
-        if isinstance(member, type) or not is_right(member):
-            raise TypeError(f"{role}: expected {example}, or several, got {shown(member)}")
-    return members
-
-
-_RULE = ("metric", "name", "init", "see")
-
-
-def _is_rule(one: Any) -> bool:
-    return all(hasattr(one, name) for name in _RULE)
-
-
-def _checked(step: Step, state: State, evaluate: Any, observers: Any, stop: Any, adjust: Any) -> Settings:
-    """Return the settings of a run as tuples, with the modes of their metrics; see `fit` for the arguments."""
-    example = "Evaluator(data, metrics), such as Evaluator(test_batches, ['accuracy'])"
-    evaluators = _several(evaluate, "evaluate", example, lambda one: isinstance(one, Evaluator))
-    twice = [label for label, count in Counter(one.label for one in evaluators).items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics would be confused; give one of them "
-            "another label, as in Evaluator(validation_batches, metrics, label='validation')"
-        )
-    warn_of_missing_terms(evaluators, state, step)
-    example = "a function (event, state) -> None"
-    observers = _several(observers, "observers", example, lambda one: is_callable_with(one, 2))
-    example = f'EarlyStopping("eval/loss") or a rule with {", ".join(_RULE)} and is_over'
-    stoppers = _several(stop, "stop", example, lambda one: _is_rule(one) and hasattr(one, "is_over"))
-    if stoppers and state.key.ndim > 1:
-        raise unsupported("a population", "stopping rules", "stop")
-    names = [stopper.name for stopper in stoppers]
-    if len(set(names)) < len(names):
-        raise ValueError(f"stop: two stopping rules have the same name: {', '.join(names)}")
-    example = f'ReduceOnPlateau("eval/loss") or a rule with {", ".join(_RULE)}, and without is_over, which is for stop='
-    adjusters = _several(adjust, "adjust", example, lambda one: _is_rule(one) and not hasattr(one, "is_over"))
-    for role, watchers in (("stop", stoppers), ("adjust", adjusters)):
-        for one in watchers:
-            _check_reported(one.metric, f"{role}: {one.name.removeprefix('.')}", evaluators, step)
-    if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
-        warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
-    reporters = (*evaluators, *step.algorithms)
-    return Settings(evaluators, observers, with_modes(stoppers, reporters), with_modes(adjusters, reporters))
-
-
-def _checked_checkpoints(given: Any, step: Step, state: State, data: Any, settings: Settings) -> Checkpoints | None:
-    """Return the settings of the checkpoints, with the mode of the metric that decides which is the best."""
-    if given is None:
-        return None
-    if not isinstance(given, Checkpoints):
-        raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(given)}")
-    check_other_data(settings.evaluators, data)
-    if given.best is None:
-        return given
-    if state.key.ndim > 1:
-        raise unsupported("a population", "checkpoints chosen by a metric", "checkpoints: best")
-    _check_reported(given.best, "checkpoints: best", settings.evaluators, step)
-    return replace(given, mode=mode_of(given.best, given.mode, (*settings.evaluators, *step.algorithms)))
-
-
-def _check_reported(metric: str, where: str, evaluators: Iterable[Evaluator], step: Step) -> None:
-    """Raise for a metric that nothing reports; those of algorithms are known only when the first are due."""
-    known = [name for one in evaluators for name in one.reported]
-    own = {"train", *(algorithm.name for algorithm in step.algorithms)}
-    if metric not in known and metric.partition("/")[0] not in own:
-        raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
 
 
 def _check_ends_together(budget: float, microbatches: str | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.messages import with_urls
+from purecompose._support.messages import warn, with_urls
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
 from purecompose.core.state import State
@@ -23,7 +23,7 @@ from purecompose.data.reader import prefetch
 from purecompose.errors import SpentStateError
 from purecompose.run.evaluation import Evaluator, Observer, notify, run_evaluator
 from purecompose.run.interruptions import Adaptive, Interrupts
-from purecompose.run.rules import Adjuster, Stopper
+from purecompose.run.rules import Adjuster, BestState, Stopper
 from purecompose.run.saving.keeping import Keeper
 from purecompose.run.saving.selection import newest
 from purecompose.time import Time, Timestamp, TimeUnit
@@ -128,6 +128,8 @@ class Run:
     """Metrics that have been measured of the state that the run continues from."""
     position: Any = None
     """The position of the data after the batch that the run continues from, if they have one."""
+    best: BestState | None = None
+    """The best state so far, if the run is to return it."""
 
     def __post_init__(self) -> None:
         composed = self.step.step if isinstance(self.step, CompiledStep) else self.step
@@ -181,6 +183,7 @@ class Run:
                 if self.keeper is not None and self.keeper.is_due(before, cut.timestamp, self._measured(cut)):
                     self._save(cut)
                 self._handle_signal(cut)
+                self._see_best(cut)
                 before, state, self._unsaved = cut.timestamp, cut, cut
                 yield cut
         self._save(state, is_last=True)  # while signals are deferred; afterwards they would interrupt the writing
@@ -192,7 +195,17 @@ class Run:
         self._handle_signal(state, is_at_end=True)
         if self.keeper is not None:
             self.keeper.report_missing(state.timestamp)
+        end = self._see_best(end)
+        if self.best is not None and self.best.state is None:
+            warn(f"result='best': no value of {self.best.metric!r} is a number, so the last state is returned")
         yield end
+
+    def _see_best(self, state: State) -> State:
+        """Keep a state if it is the best so far, and return the one that the run returns if this is its last."""
+        if self.best is None:
+            return state
+        self.best.see(state, self._measured(state))
+        return state if self.best.state is None else self.best.state
 
     def _begun(self, state: State) -> State:
         if not self.memory.get("has_begun", False):
@@ -265,8 +278,8 @@ class Run:
     @property
     def _decisive(self) -> set[str]:
         """Names of the metrics that decide about stopping, adjusting or the best checkpoint."""
-        best = None if self.keeper is None else self.keeper.settings.best
-        return {watcher.metric for watcher in self.settings.watchers} | ({best} if best else set())
+        best = [None if self.keeper is None else self.keeper.settings.best, self.best and self.best.metric]
+        return {watcher.metric for watcher in self.settings.watchers} | {name for name in best if name}
 
     def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
         """Raise if a metric that decides about stopping, adjusting or the best checkpoint is not a single number."""

@@ -5,6 +5,7 @@ They are made after each evaluation and, for a metric that the step's algorithms
 an algorithm's, so a run resumed from a checkpoint does what the uninterrupted one would have done.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -208,6 +209,39 @@ def mode_of(metric: str, mode: str | None, reporters: Iterable[Any] = ()) -> str
             "mode='max'"
         )
     return "min" if is_lower else "max"
+
+
+def rating_of(metrics: Mapping[str, Any], metric: str, mode: str | None) -> float | None:
+    """Return the value of a metric with larger numbers being better; `None` if it has none, or is not a number."""
+    value = metrics.get(metric)
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        return None
+    return -value if mode_of(metric, mode) == "min" else value
+
+
+@dataclass
+class BestState:
+    """The state of a run with the best value of a metric so far; of equal values the first one is the best.
+
+    It is kept in memory, and no compiled step writes over it.
+
+    Attributes:
+        metric: Name of the metric.
+        mode: "min" if lower values are better, or "max".
+        rating: Its rating, see `rating_of`; `None` before the first value.
+        state: The state.
+    """
+
+    metric: str
+    mode: str
+    rating: float | None = None
+    state: State | None = None
+
+    def see(self, state: State, metrics: Mapping[str, Any]) -> None:
+        """Keep a state if its metrics are the best so far."""
+        rating = rating_of(metrics, self.metric, self.mode)
+        if rating is not None and (self.rating is None or rating > self.rating):
+            self.rating, self.state = rating, state.unleased()
 
 
 def with_modes(watchers: Iterable[Any], reporters: Iterable[Any]) -> tuple[Any, ...]:

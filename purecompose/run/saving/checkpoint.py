@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ from purecompose.run.saving.leaves import (
     unpack,
 )
 from purecompose.run.saving.remote import fetched
+from purecompose.run.saving.selection import Checkpoints, best_in
 from purecompose.time.event import Event
 
 
@@ -396,6 +398,31 @@ def resumed_from_newest(folder: Path | str, like: State, step: Step, ignore: Col
     if damaged:
         raise DamagedError(f"no whole checkpoint is left in {folder}: {_joined(damaged.values())}")
     return None
+
+
+def best_before(resumed: Resumed, like: State, step: Step, settings: Checkpoints) -> tuple[float, State] | None:
+    """Return the best state of the run up to a checkpoint, from those next to it, with its rating.
+
+    Args:
+        resumed: The checkpoint from which the run continues.
+        like: See `resumed_from`.
+        step: The step.
+        settings: The metric that decides, and its mode.
+
+    Raises:
+        DamagedError: The best checkpoint is incomplete.
+    """
+    found = [one for one in disk.all_in(resumed.path.parent)[0] if one.index.batch <= resumed.index.batch]
+    rated = best_in(found, settings)
+    if not rated:
+        return None
+    (rating, best), like = rated[0], step.fire(Event.BEFORE_LOAD, like)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # the one that the run continues from has led to the same
+        state = in_all(
+            writers_of(like, step), lambda: restored(best.path, best.index, like, step), f"{best.path} cannot be used"
+        )
+    return rating, state
 
 
 def _looked_for(folder: Path, writers: Writers | None) -> tuple[list[Path], dict[Path, str]]:

@@ -18,7 +18,7 @@ from purecompose.run.saving.files import DECIDES, library
 from purecompose.run.saving.folder import Found, Writers, in_all, writers_of
 from purecompose.run.saving.leaves import EXTRA, POSITION, leaves_of, pack
 from purecompose.run.saving.remote import Mirror
-from purecompose.run.saving.selection import Checkpoints, best_in, best_of, rating_of, surplus
+from purecompose.run.saving.selection import Checkpoints, best_in, best_of, surplus
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.timestamp import has_passed
 
@@ -305,7 +305,7 @@ class Keeper:
         """Return the best checkpoints with that of another state, whose metrics are known, if it is one of them."""
         name = disk.name_at(now)
         others = [pair for pair in self._best if pair[1] != name]
-        return best_of([*others, (rating_of(metrics, self.settings), name)], self.settings.keep_best)
+        return best_of([*others, (self.settings.rating(metrics), name)], self.settings.keep_best)
 
     def _tell(self) -> None:
         """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""

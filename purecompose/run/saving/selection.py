@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from purecompose._support.checks import check_flag, check_whole
 from purecompose._support.messages import is_remote
-from purecompose.run.rules import mode_of
+from purecompose.run.rules import rating_of
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.files import DECIDES
 from purecompose.run.saving.folder import Found
@@ -80,6 +80,10 @@ class Checkpoints:
         check_flag(self.background, "Checkpoints: background")
         check_extra(self.extra)
 
+    def rating(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return the value of the metric `best`, with larger numbers being better; `None` if there is none."""
+        return None if self.best is None else rating_of(metrics, self.best, self.mode)
+
 
 def surplus(found: Sequence[Found], settings: Checkpoints) -> list[Found]:
     """Return the checkpoints that need not be kept; `found` are all of them, the newest first."""
@@ -95,7 +99,7 @@ def best_in(found: Sequence[Found], settings: Checkpoints) -> list[tuple[float, 
 
     Among equal ones the earliest is the best, as it has been all along.
     """
-    return best_of([(rating_of(one.index.metrics, settings), one) for one in reversed(found)], settings.keep_best)
+    return best_of([(settings.rating(one.index.metrics), one) for one in reversed(found)], settings.keep_best)
 
 
 def best_of(rated: Iterable[tuple[float | None, T]], most: int | None) -> list[tuple[float, T]]:
@@ -115,14 +119,6 @@ def _between_others(found: Sequence[Found]) -> list[Found]:
         smallest = min(gaps)
         kept.pop(max(i for i, gap in enumerate(gaps, 1) if gap == smallest))  # of equal ones the oldest
     return [one for one in found if all(one is not other for other in kept)]
-
-
-def rating_of(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
-    """Return the metric that decides, with larger values being better; `None` if it was not measured."""
-    value = None if settings.best is None else metrics.get(settings.best)
-    if settings.best is None or not isinstance(value, (int, float)) or value != value:
-        return None
-    return -value if mode_of(settings.best, settings.mode) == "min" else value
 
 
 def newest(folder: Path | str) -> Path | None:
