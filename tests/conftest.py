@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from purecompose.records import folder
-
 
 # The quick tests try few cases; --slow and -m slow try more.
 settings.register_profile("dev", deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
@@ -40,11 +38,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if "slow" not in item.keywords]
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable drawing, which takes longer than these runs; tests of pictures enable it."""
-    monkeypatch.setattr(folder, "draw_curves", lambda runs, path: path)
-    write = folder.write_report
-    monkeypatch.setattr(folder, "write_report", lambda run, path, *, curves: write(run, path, curves=False))

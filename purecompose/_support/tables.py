@@ -113,7 +113,7 @@ def _th(cell: str | Toned) -> str:
 def _td(cell: str | Toned) -> str:
     text, tone = _toned(cell)
     classes = f"{'short' if len(text) <= _LONGEST_SHORT else 'long'} {tone}".rstrip()
-    return f'<td class="{classes}">{_escaped(text)}</td>'
+    return f'<td class="{classes}">{breakable(text)}</td>'
 
 
 def _toned(cell: str | Toned) -> Toned:

@@ -21,7 +21,8 @@ from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, 
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import UsageError, add_options, arguments_of, examples_of, summary_of
 from purecompose.cli.processes import reporting
-from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, load_run as load_run, local_copy, plot, predict
+from purecompose.cli.reports import plot, report
+from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, load_run as load_run, local_copy, predict
 from purecompose.cli.training import RunError, train
 from purecompose.errors import CheckpointError
 
@@ -170,6 +171,7 @@ _COMMANDS: dict[str, Callable[..., int | None]] = {
         train,
         evaluate,
         predict,
+        report,
         plot,
         replay,
         bisect,

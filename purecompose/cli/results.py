@@ -1,4 +1,4 @@
-"""Existing runs: `load_run`, and the commands `evaluate`, `predict` and `plot`."""
+"""Existing runs: `load_run`, and the commands `evaluate` and `predict`."""
 
 import csv
 import sys
@@ -8,18 +8,17 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from purecompose import batch as batches, metrics
 from purecompose._support.messages import is_remote, say, with_urls
-from purecompose.cli.options import File, Run, Shown, UsageError, check_target, one_line, reported_as
+from purecompose.cli.options import File, Run, Shown, UsageError, check_target, reported_as
 from purecompose.cli.settings import Settings, allowed_by, settings_of
 from purecompose.cli.setup import Data, Kind, Setup, arithmetic_of, completed, prepare
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data import Arrays, TextData
 from purecompose.errors import CheckpointWarning
-from purecompose.records import draw_curves, read_run
 from purecompose.records.report import number
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX
@@ -76,7 +75,7 @@ def load_run(
         kept = KeptRun(str(folder), data=None if data is None else str(data), allow_imports=allow_imports)
         settings, found = kept.completed()
         with arithmetic_of(settings):
-            trained = _at_checkpoint(folder, checkpoint, settings, found)
+            trained = at_checkpoint(folder, checkpoint, settings, found)
         setup, place = trained.setup, with_urls(trained.checkpoint) if is_remote(run) else trained.checkpoint
     return LoadedRun(trained.state, setup.plain_step, setup.train_data, setup.test_data, place)
 
@@ -123,7 +122,7 @@ class _Trained(NamedTuple):
     checkpoint: Path
 
 
-def _at_checkpoint(run: str | Path, checkpoint: str, settings: Settings, data: Data) -> _Trained:
+def at_checkpoint(run: str | Path, checkpoint: str, settings: Settings, data: Data) -> _Trained:
     """Return the run that complete settings define, at one of its checkpoints."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run has shown the warnings of initialisation
@@ -185,7 +184,7 @@ def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", json: bool = False)
     """
     settings, data = kept.completed()
     with arithmetic_of(settings):
-        setup, state, path = _at_checkpoint(kept.run, checkpoint, settings, data)
+        setup, state, path = at_checkpoint(kept.run, checkpoint, settings, data)
         wanted = {**setup.kind.metrics, "loss": metrics.mean_loss()}
         found = evaluated(state, setup.test_data, wanted, step=setup.plain_step)
     reported = {"checkpoint": with_urls(path), "batch": state.timestamp.batch, **found}
@@ -214,7 +213,7 @@ def predict(kept: KeptRun, *, checkpoint: Which = "newest", out: File | None = N
         raise UsageError(f"{kept.run} trained a population; predictions are those of a single network")
     settings, data = kept.completed()
     with arithmetic_of(settings):
-        run = _at_checkpoint(kept.run, checkpoint, settings, data)
+        run = at_checkpoint(kept.run, checkpoint, settings, data)
         rows = list(_predicted(run))
     with reported_as("--out"):
         opened = nullcontext(sys.stdout) if out is None else Path(out).open("w", newline="", encoding="utf-8")
@@ -236,27 +235,3 @@ def _predicted(run: _Trained) -> Iterator[tuple[Any, float, Any]]:
         shares, classes = (found.flatten().tolist() for found in outputs.softmax(1).max(1))
         targets = batches.get(batch, run.state.context.target_field).flatten().tolist()
         yield from zip([named[one] for one in classes], shares, [named[one] for one in targets], strict=True)
-
-
-def plot(
-    runs: list[Run],
-    *,
-    out: File = "curves.png",
-    x: Literal["batch", "time/sample", "time/token", "time/seconds"] = "batch",
-) -> None:
-    """Draw the curves of one or several runs.
-
-    Args:
-        runs: Folders of runs.
-        out: Image file, *.png, *.svg or *.pdf.
-        x: Column along the horizontal axis.
-
-    Examples:
-        python -m purecompose plot runs/a runs/b --out curves.png
-    """
-    check_target("--out", out)
-    try:
-        draw_curves([read_run(Path(path)) for path in runs], Path(out), x=x)
-    except (OSError, ValueError) as error:
-        raise UsageError(one_line(error).removeprefix("read_run: ").removeprefix("draw_curves: ")) from error
-    say(f"the curves of {len(runs)} run{'s' * (len(runs) > 1)} in {out}")

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import socket
+import subprocess
 import sys
 import time
 import warnings
@@ -22,12 +23,10 @@ from purecompose._support.messages import escaped, is_remote, warn, with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.observers import Records, Stopwatch, learning_rate, memory, read_records, speed
-from purecompose.records.curves import draw_curves
 from purecompose.records.layout import (
     CHECKPOINTS,
     COMMAND,
     CONFIG,
-    CURVES,
     FINISHED,
     HISTORY,
     KILLED,
@@ -45,7 +44,6 @@ from purecompose.records.layout import (
     last_metrics,
     read_history,
     read_json,
-    read_run,
     read_toml,
     to_toml,
     write_json,
@@ -67,27 +65,27 @@ except ImportError:  # not available on Windows, where nothing keeps two process
 
 
 class RunFolder:
-    """The folder of a run: settings, versions, plan, records and checkpoints; afterwards curves, result and report.
+    """The folder of a run: settings, versions, plan, records and checkpoints; afterwards result and report.
 
     | file | content |
     | --- | --- |
     | `config.toml` | settings |
     | `command.txt` | command that reproduces the run |
-    | `versions.json` | everything else that the bits of the run depend on: versions, device, threads |
+    | `versions.json` | everything else that the bits of the run depend on: git commit, versions, device, threads |
     | `plan.txt` | algorithms that act at each event, with the reasons for their order |
     | `history.json` | when the run started and continued, and how long it took |
     | `records.jsonl` | records, with learning rate, speed and memory |
     | `checkpoints/` | checkpoints |
     | `result.json` | after the run: the last metrics, batches, seconds |
-    | `curves.png`, `report.html` | after the run: curves, and one page with everything |
+    | `report.html` | after the run: one page with everything, also its curves |
 
-    Each file is written completely or not at all. After the first batch, a full disk or a missing matplotlib causes a
-    warning, and everything else is written. When a run continues, nothing in its folder changes until its checkpoint is
+    Each file is written completely or not at all. After the first batch, a full disk causes a warning, and
+    everything else is written. When a run continues, nothing in its folder changes until its checkpoint is
     known to fit; settings, versions and plan change only after a batch has been trained with them.
 
     One process at a time owns the folder, from the constructor to `finish` or `stop`, or until it is killed. As a
     context manager it calls `finish` at the end, and `stop` if an exception ends the run; a signal or Ctrl-C ends it
-    without pictures, which `write_report` and `draw_curves` draw later.
+    without a report, which `write_report` writes later.
 
     Args:
         path: The folder; it is created if necessary.
@@ -205,7 +203,8 @@ class RunFolder:
         Raises:
             OSError: A file cannot be written.
         """
-        now = {**environment(state, step), "platform": platform.platform(), "processor": processor()}
+        machine = {"platform": platform.platform(), "processor": processor()}
+        now = {**environment(state, step), **machine, **({"commit": commit} if (commit := _commit()) else {})}
         with contextlib.suppress(ValueError, OSError):  # the file is missing or damaged
             self._changed |= changes(read_json(self.path / VERSIONS), now)
         plan = f"{_plan(step, state, batch)}\n"
@@ -256,7 +255,7 @@ class RunFolder:
         self._records.flush()
 
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
-        """Close the records and write result, curves and report. A second call writes them again.
+        """Close the records and write result and report. A second call writes them again.
 
         If a run should have continued and has not, because it was complete or its checkpoint was rejected, the folder
         is left unchanged; only `result` is added to an existing result.
@@ -312,20 +311,13 @@ class RunFolder:
                 (self.path / REPORT).unlink(missing_ok=True)
             self._write_result(result)
         if draws:
-            run = self.path
-            with _noted(CURVES, problems):
-                run = read_run(self.path)
-                if run.records:
-                    draw_curves(run, self.path / CURVES)
             with _noted(REPORT, problems):  # last, since it marks a complete folder
-                write_report(run, self.path / REPORT, curves=CURVES not in problems)
+                write_report(self.path, self.path / REPORT)
         if problems:
             reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
             text = with_urls(f"{self.path}: {'; '.join(reported)}")
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-        # Without matplotlib there are no curves, but that is not a loss.
-        lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
-        self.unwritten = tuple(dict.fromkeys([*([] if self._is_noted else [HISTORY]), *lost]))
+        self.unwritten = tuple(dict.fromkeys([*([] if self._is_noted else [HISTORY]), *problems]))
 
     def _write_result(self, given: Mapping[str, Any] | None) -> None:
         if given is None:
@@ -472,6 +464,15 @@ def _as_command(command: Any) -> str | None:
     if not isinstance(command, Sequence) or not all(isinstance(one, str) for one in command):
         raise TypeError(f"RunFolder: command: expected a string or a list of them, got {shown(command)}")
     return shlex.join(command)
+
+
+def _commit() -> str:
+    """Return the git commit of the working directory, if any, with "-dirty" if files have changed since."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    return ""
 
 
 def _plan(step: Step, state: State, batch: Any) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from purecompose.run.saving.folder import CHECKPOINTS as CHECKPOINTS, all_in, wr
 
 CONFIG, VERSIONS, PLAN, COMMAND = "config.toml", "versions.json", "plan.txt", "command.txt"
 RECORDS, HISTORY = "records.jsonl", "history.json"
-RESULT, CURVES, REPORT = "result.json", "curves.png", "report.html"
+RESULT, REPORT = "result.json", "report.html"
 LOCK = ".lock"
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -233,6 +233,11 @@ class RunRecords:
     """The checkpoints in the folder, newest first."""
 
     @property
+    def started(self) -> str:
+        """Date and time of the first start, such as "2026-05-01 10:00"; empty if there is none."""
+        return self.starts[0].started[:16].replace("T", " ") if self.starts else ""
+
+    @property
     def seconds(self) -> float:
         """Wall-clock time of all starts together, in seconds."""
         return sum(start.seconds for start in self.starts)
@@ -295,6 +300,19 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
         starts=tuple(starts),
         checkpoints=_checkpoints(path / CHECKPOINTS),
     )
+
+
+def runs_of(given: object, where: str) -> list[RunRecords]:
+    """Return one or several runs, given by their folders or by results of `read_run`."""
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if not several:
+        raise ValueError(f"{where}: expected at least one run, got none")
+    runs = []
+    for one in several:
+        if not isinstance(one, (RunRecords, str, os.PathLike)):
+            raise TypeError(f"{where}: expected the folder of a run, or the result of read_run, got {shown(one)}")
+        runs.append(one if isinstance(one, RunRecords) else read_run(one))
+    return runs
 
 
 def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:

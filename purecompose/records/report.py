@@ -1,28 +1,38 @@
-"""The report of a run: one self-contained HTML page.
+"""The report of one or several runs: one self-contained HTML page.
 
-This module collects the content; `report.html.jinja` and `page.css` define the appearance.
+This module collects the content; `report.html.jinja` and `page.css` define the appearance, and `page.js` draws the
+curves from numbers in the page.
 """
 
 import base64
+import hashlib
+import json
 import math
 import os
 import statistics
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from markupsafe import Markup
 
-from purecompose._support.checks import check_flag
-from purecompose._support.tables import breakable, columns, printable
+from purecompose._support.tables import Toned, breakable, columns, printable
 from purecompose.observers.progress import describe_seconds
-from purecompose.records.curves import evaluation_columns, picture
-from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, read_run, write_text
+from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, runs_of, write_text
+from purecompose.records.predictions import Predictions
+from purecompose.records.series import (
+    AXES,
+    SMOOTHED_FROM,
+    Panel,
+    Series,
+    evaluation_columns,
+    names_of,
+    panels_of,
+    places,
+)
 
-
-Rows = list[tuple[str, ...]]
 
 _KNOWN = ("metrics", "batches", "epochs", "samples", "tokens", "seconds", "evaluation_seconds")
 """Entries of a result that are shown elsewhere, or not."""
@@ -34,56 +44,114 @@ _TRAINED = {
     "weights": "weights",
     "members": "members of the population",
 }
+_MOST_POINTS = 1000
+"""Maximal number of points of a line in a page; of longer ones, means of consecutive points are drawn."""
+_MOST_CLASSES = 40
+"""Maximal number of classes of a confusion matrix that is shown."""
 
 
 def write_report(
-    run: RunRecords | str | os.PathLike[str], path: str | os.PathLike[str], *, curves: bool = True
+    runs: RunRecords | str | os.PathLike[str] | Sequence[RunRecords | str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    predictions: Predictions | Sequence[Predictions | None] = (),
 ) -> Path:
-    """Write a page with the model, result, curves, plan, times, checkpoints, versions and the command of a run.
+    """Write a page about one run or several: results, curves, settings, plan, times, checkpoints and versions.
 
-    The page is a single file without scripts or external resources, for light and dark screens and for paper. If the
-    curves cannot be drawn, there is a warning and the page mentions it.
+    The curves of several runs share their axes. Settings, versions and commits that differ are listed first. The page
+    is a single file without external resources, for light and dark screens and for paper; its script draws the curves.
+    Of a line with more than 1,000 points, it shows the means of consecutive points, in a band of their range.
 
     Args:
-        run: The folder of a run, or a result of `read_run`. The run may be unfinished.
+        runs: One or several runs: their folders, or results of `read_run`. A run may be unfinished.
         path: The file, usually `report.html`. It is written in one move.
-        curves: True to draw the curves.
+        predictions: For a confusion matrix and the worst examples: `Predictions` of the run, or a list with those of
+            each, or `None`.
 
     Returns:
         The path.
 
     Raises:
         OSError: The file cannot be written.
-        FileNotFoundError, NotADirectoryError, ValueError: The folder is not a run's; see `read_run`.
+        FileNotFoundError, NotADirectoryError: There is no such run folder; see `read_run`.
+        ValueError: The folder is not a run's, there are no runs, or not as many predictions.
 
     Example::
 
-        write_report("runs/first", "report.html")
+        write_report(["runs/first", "runs/second"], "report.html")
     """
-    run = run if isinstance(run, RunRecords) else read_run(run)
-    words, tone = _state(run)
-    own = {name: value for name, value in (run.result or {}).items() if name not in _KNOWN}
+    found = runs_of(runs, "write_report")
+    given = [predictions] if isinstance(predictions, Predictions) else list(predictions) or [None] * len(found)
+    if len(given) != len(found):
+        raise ValueError(f"write_report: {len(found)} runs and {len(given)} predictions: expected one or None for each")
+    names = names_of(found)
+    labels: Callable[[str], tuple[str, ...]] = (lambda name: (name,)) if len(found) > 1 else (lambda name: ())
+    both = list(zip(found, names, strict=True))
+    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+    checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     content = dict(
-        name=run.name,
-        state={"words": words, "tone": tone},
-        summary=_summary(run),
-        facts=facts_of(run),
-        results=[(name, number(value, name)) for name, value in own.items()],
-        curves=_curves(run) if check_flag(curves, "write_report: curves") else _Curves("They were not drawn."),
-        settings=[(name, _shown(value)) for name, value in flat(run.config).items()],
-        trained=[(words, _counted(run.trained[name])) for name, words in _TRAINED.items() if run.trained.get(name)],
-        layers="\n".join(map(str, run.trained["model"])) if isinstance(run.trained.get("model"), list) else "",
-        plan=run.plan,
-        times=_times(run),
-        starts=[_start_row(start) for start in run.starts] if len(run.starts) > 1 else [],
-        checkpoints=_checkpoints(run),
-        versions=[(name, _shown(value)) for name, value in run.versions.items()],
-        command=run.command,
+        name=names[0] if len(found) == 1 else f"{len(found)} runs",
+        runs=[dict(zip(("name", "words", "tone"), (name, *status_of(run)), strict=True)) for run, name in both],
+        summary=_summary(found[0]),
+        facts=facts_of(found[0]),
+        overview=_overview(found, names) if len(found) > 1 else (),
+        results=_compared([_results(run) for run in found]),
+        numbers=_numbers(found, names),
+        script=Markup(script),
+        checksum=checksum,
+        settings=_compared([{name: _shown(value) for name, value in flat(run.config).items()} for run in found]),
+        trained=_compared([_trained(run) for run in found]),
+        versions=_compared([{name: _shown(value) for name, value in run.versions.items()} for run in found]),
+        times=_compared([_times(run) for run in found]),
+        layers=_grouped(names, [_layers(run) for run in found]),
+        plans=_grouped(names, [run.plan for run in found]),
+        commands=_grouped(names, [run.command or "" for run in found]),
+        starts=[(*labels(name), *row) for run, name in both for row in _starts(run)],
+        checkpoints=[(*labels(name), *row) for run, name in both for row in _checkpoints(run)],
+        classes=[_classes(one, labels(name)) for one, name in zip(given, names, strict=True) if one],
     )
     return _write_page(path, content)
 
 
-def _state(run: RunRecords) -> tuple[str, str]:
+def _overview(runs: Sequence[RunRecords], names: Sequence[str]) -> tuple[list[str], list[tuple[str | Toned, ...]]]:
+    """Return a table of the runs: their status, metrics and times."""
+    facts = [{fact.name: fact.value for fact in facts_of(run)} for run in runs]
+    head = list(dict.fromkeys(name for one in facts for name in one))
+    rows = [
+        (name, Toned(*status_of(run)), *(one.get(fact, "-") for fact in head), run.started)
+        for run, name, one in zip(runs, names, facts, strict=True)
+    ]
+    return ["run", "status", *head, "started"], rows
+
+
+def _results(run: RunRecords) -> dict[str, str]:
+    """Return the entries of a run's result that its program has added."""
+    return {name: number(value, name) for name, value in (run.result or {}).items() if name not in _KNOWN}
+
+
+class _Compared(NamedTuple):
+    """Values of several runs by name: those that differ, with one for each run, and those that do not."""
+
+    differing: list[tuple[str, ...]]
+    common: list[tuple[str, str]]
+
+
+def _compared(values: Sequence[Mapping[str, str]]) -> _Compared:
+    names = list(dict.fromkeys(name for one in values for name in one))
+    rows = [(name, *(one.get(name, "-") for one in values)) for name in names]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return _Compared(differing, [(row[0], row[1]) for row in rows if row not in differing])
+
+
+def _grouped(names: Sequence[str], texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the texts that are not empty, each with the names of the runs that have it; of all runs, without names."""
+    found: dict[str, list[str]] = {}
+    for name, text in zip(names, texts, strict=True):
+        found.setdefault(text, []).append(name)
+    return [("" if len(owners) == len(names) else ", ".join(owners), text) for text, owners in found.items() if text]
+
+
+def status_of(run: RunRecords) -> tuple[str, str]:
     """Return the status of the run, and its class in the style sheet."""
     if not run.starts:
         return "not started", "faint"
@@ -98,7 +166,7 @@ def _summary(run: RunRecords) -> str:
     if not run.starts:
         return "Not started."
     first, *later = run.starts
-    text = f"Started {first.started[:10]} {first.started[11:16]} (UTC{first.started[19:].replace('+00:00', '')})"
+    text = f"Started {run.started} (UTC{first.started[19:].replace('+00:00', '')})"
     text += f", continued {len(later)} time{'s' * (len(later) > 1)}." if later else "."
     if run.seconds:
         text += f" {describe_seconds(run.seconds)} in all"
@@ -137,36 +205,122 @@ def _fact(name: str, value: Any) -> Fact:
     return Fact("loss of the last batch" if name == "loss" else name, number(value, name), note)
 
 
-class _Curves(NamedTuple):
-    """The curves as a data URL; without them, the reason."""
+def _numbers(runs: Sequence[RunRecords], names: Sequence[str]) -> Markup | str:
+    """Return the numbers of all curves as JSON that may stand in a page; "" without records."""
+    if not any(run.records for run in runs):
+        return ""
+    panels = panels_of(runs, "batch")
+    is_long = any(len(one.x) >= SMOOTHED_FROM for panel in panels for one in panel.series if one.is_noisy)
+    content = {
+        "runs": [
+            {
+                "name": printable(name),
+                "axes": _axes(run),
+                "resumed": [start.batch for start in run.starts[1:] if start.batch],
+            }
+            for run, name in zip(runs, names, strict=True)
+        ],
+        "panels": [_panel(panel) for panel in panels],
+        "axes": {x: words for x, words in AXES.items() if any(x in record for run in runs for record in run.records)},
+        "smoothing": 3.5 if is_long else 0,  # percent of the axis
+    }
+    return Markup(json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
-    words: str
-    url: str = ""
+
+def _axes(run: RunRecords) -> dict[str, list[float | None]]:
+    """Return the places of the same batches along each axis that the run has."""
+    found = {x: places(run, x) for x in AXES if any(x in record for record in run.records)}
+    known = [i for i in range(len(run.records)) if all(math.isfinite(at[i]) for at in found.values())]
+    step = max(1, -(-len(known) // _MOST_POINTS))
+    kept = known[::step] + known[-1:]
+    return {x: [_rounded(at[i]) for i in kept] for x, at in found.items()} if kept else {}
 
 
-def _curves(run: RunRecords) -> _Curves:
-    if not run.records:
-        return _Curves("There are no records yet.")
-    try:
-        return _Curves("", f"data:image/png;base64,{base64.b64encode(picture([run])).decode()}")
-    except Exception as error:  # a page without pictures is better than none
-        warnings.warn(f"the report of {run.path} has no curves: {error}", RuntimeWarning, stacklevel=3)
-        return _Curves(f"They could not be drawn: {error}")
+def _panel(panel: Panel) -> dict[str, Any]:
+    bad = [at for series in panel.series for at in series.not_finite]
+    total = sum(len(series.x) for series in panel.series)
+    columns = panel.columns
+    return {
+        "title": printable(panel.title),
+        "kind": panel.kind,
+        "share": panel.is_share,
+        "log": panel.is_logarithmic,
+        "columns": [printable(name) for name in columns],
+        "bad": f"{len(bad):,} of {total:,} not finite, the first at {min(bad):,.10g}" if bad else "",
+        "series": [{"run": one.run, "column": columns.index(one.column), **_thinned(one)} for one in panel.series],
+    }
 
 
-def _times(run: RunRecords) -> Rows:
+def _thinned(series: Series) -> dict[str, Any]:
+    """Return the points of a line: medians of members, means of consecutive points of a long one, and their range."""
+    step = -(-len(series.x) // _MOST_POINTS)
+    parts = [part.T for part in series.spread.split(step, dim=1)]
+    found: dict[str, Any] = {
+        "x": [_rounded(series.x[min(i * step + step // 2, len(series.x) - 1)]) for i in range(len(parts))],
+        "y": [_rounded(float(part[:, 1].nanmean())) for part in parts],
+        "noisy": series.is_noisy,
+    }
+    if step > 1 or series.num_members > 1:
+        low, high = (torch.where(series.spread.isnan(), far, series.spread) for far in (math.inf, -math.inf))
+        found["low"] = [_rounded(float(part.min())) for part in low[0].split(step)]
+        found["high"] = [_rounded(float(part.max())) for part in high[2].split(step)]
+    return found
+
+
+def _rounded(value: float) -> float | None:
+    """Return a number with as many digits as a screen can show, and no others, which would fill the page."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+
+
+def _trained(run: RunRecords) -> dict[str, str]:
+    return {words: _counted(run.trained[name]) for name, words in _TRAINED.items() if run.trained.get(name)}
+
+
+def _layers(run: RunRecords) -> str:
+    model = run.trained.get("model")
+    return "\n".join(map(str, model)) if isinstance(model, list) else ""
+
+
+def _classes(given: Predictions, owner: Sequence[str]) -> dict[str, Any]:
+    """Return the confusion matrix as a table, with the share of each cell in its row, and the worst examples."""
+    confusion = given.confusion()
+    totals = confusion.sum(1).clamp(min=1)
+    rows = [
+        (given.name(i), [(count, round(100 * count / int(totals[i])), i == j) for j, count in enumerate(row)])
+        for i, row in enumerate(confusion.tolist())
+    ]
+    right = int(confusion.diagonal().sum())
+    return dict(
+        title=": ".join(["Classes", *owner]),
+        summary=f"{right:,} of {int(confusion.sum()):,} examples are classified correctly.",
+        head=[name for name, _ in rows],
+        rows=rows if len(rows) <= _MOST_CLASSES else [],
+        worst=[(one, f"{one.probability:.0%}") for one in given.worst()],
+    )
+
+
+def _times(run: RunRecords) -> dict[str, str]:
     if not run.starts:
-        return []
+        return {}
     evaluating = sum(start.evaluation_seconds for start in run.starts)
     training, batches = run.seconds - evaluating, sum(start.batches for start in run.starts)
-    rows: Rows = [
-        ("training", describe_seconds(training)),
-        ("evaluation", describe_seconds(evaluating)),
-        ("batches trained on", f"{batches:,}"),
-    ]
+    found = {
+        "training": describe_seconds(training),
+        "evaluation": describe_seconds(evaluating),
+        "batches trained on": f"{batches:,}",
+    }
     if training > 0 and batches:
-        rows.append(("rate of training", f"{batches / training:,.4g} batches / s"))
-    return rows
+        found["rate of training"] = f"{batches / training:,.4g} batches / s"
+    if peaks := [record["memory/peak"] for record in run.records if "memory/peak" in record]:
+        found["peak memory"] = f"{max(peaks) / 1e6:,.0f} MB"
+    return found
+
+
+def _starts(run: RunRecords) -> list[tuple[str, ...]]:
+    """Return the starts of a run that has continued."""
+    return [_start_row(start) for start in run.starts] if len(run.starts) > 1 else []
 
 
 def _start_row(start: Start) -> tuple[str, ...]:
@@ -175,7 +329,7 @@ def _start_row(start: Start) -> tuple[str, ...]:
     return when, f"{start.batch:,}", f"{start.until:,}", seconds, start.outcome, "; ".join(changes) or "nothing"
 
 
-def _checkpoints(run: RunRecords) -> Rows:
+def _checkpoints(run: RunRecords) -> list[tuple[str, ...]]:
     return [
         (
             one.path.name,
@@ -230,6 +384,7 @@ def _write_page(path: str | os.PathLike[str], content: dict[str, Any]) -> Path:
     )
     environment.filters["breakable"] = _marked(breakable)
     environment.globals["columns"] = _marked(columns)
+    environment.globals["toned"] = Toned
     target = Path(path)
     write_text(target, environment.get_template("report.html.jinja").render(content))
     return target

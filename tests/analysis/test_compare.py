@@ -35,7 +35,7 @@ def recorded(folder: Path, *algorithms: pc.Algorithm, lr: float = 0.1) -> Record
 
 
 @pytest.fixture
-def plain(tmp_path: Path, no_pictures: None) -> RecordedRun:
+def plain(tmp_path: Path) -> RecordedRun:
     return recorded(tmp_path / "plain")
 
 

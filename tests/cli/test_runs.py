@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,6 @@ def test_a_run_has_a_folder_with_all_records(run: Run) -> None:
     assert checksum(again[1]) == checksum(out)
 
 
-@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "number, status, word",
     [pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow), (signal.SIGINT, 130, "interrupted")],
@@ -74,7 +74,6 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     assert (status, checksum(out)) == (0, whole), err
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_resume_starts_a_new_run_and_is_required_for_an_existing_one(run: Run) -> None:
     status, out, _ = run("train", *SMALL, "--out", "a", "--resume")
     assert status == 0
@@ -225,13 +224,32 @@ def test_runs_are_drawn_into_one_picture(run: Run) -> None:
     assert run("plot", "a", "b", "--x", "time/sample")[0] == 0
     for arguments, said in [
         (("nowhere",), "plot: error: there is no folder nowhere"),
-        (("a", "--x", "time/token"), "x='time/token': expected one of batch, time/sample"),
+        (("a", "--x", "time/token"), "x='time/token': expected one of batch, epoch, time/sample"),
         (("a", "--out", "some/new/both.png"), "--out: some/new/both.png: there is no folder some/new; create it"),
         (("a", "--out", "both.txt"), "error: expected a file name that ends in .png"),
     ]:
         status, _, err = run("plot", *arguments)
         assert status == 2 and said in err, err
     assert not pathlib.Path("some").exists()
+
+
+@pytest.mark.filterwarnings("always:.*without confusion matrix")
+def test_a_report_shows_runs_and_their_mistakes(run: Run) -> None:
+    for name, seed in (("a", "0"), ("b", "1")):
+        run("train", *SMALL, "--seed", seed, "--out", name)
+    status, out, err = run("report", "a", "b", "--out", "both.html")
+    assert (status, err) == (0, "") and "the report of 2 runs in both.html" in out
+    page = pathlib.Path("both.html").read_text()
+    accuracy = json.loads(run("evaluate", "b", "--json")[1])["accuracy"]
+    assert "Classes: a" in page and f"{round(360 * accuracy)} of 360 examples are classified correctly" in page
+    assert "data:image/png" in page and page.count("differs") >= 2
+    assert run("report", "a", "--curves-only", "--out", "one.html")[0] == 0
+    assert "classified correctly" not in pathlib.Path("one.html").read_text()
+    shutil.rmtree("b/checkpoints")
+    status, _, err = run("report", "b", "--out", "one.html")
+    assert status == 0 and "b: without confusion matrix and worst examples: there is no checkpoint in" in err
+    status, _, err = run("report", "nowhere")
+    assert status == 2 and "report: error: there is no folder nowhere" in err
 
 
 @pytest.mark.slow
@@ -284,7 +302,6 @@ def test_settings_are_checked_before_there_is_a_folder(run: Run) -> None:
         assert not pathlib.Path("a").exists()
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_diverges_fails(run: Run) -> None:
     status, _, err = run("train", *SMALL, "--algorithms", "none", "--optimizer", "sgd(lr=1e30)", "--out", "a")
     assert status == 1 and "nan" in err and "batch" in err

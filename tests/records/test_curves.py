@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from purecompose.records import RunRecords, curves, draw_curves
-from purecompose.records.curves import panels_of, picture, smooth
+from purecompose.records.curves import picture
+from purecompose.records.series import panels_of, places, smooth
 from tests.records.run_helpers import at, made_up
 
 
@@ -47,7 +48,7 @@ def test_a_population_is_named_one_in_the_legend(tmp_path: Path) -> None:
 
 def test_numbers_along_an_axis_have_one_unit_and_counts_are_whole() -> None:
     speeds: dict[str, Any] = {f"batch_{i}": {"speed/samples": 12000.0 + i} for i in range(1, 4)}
-    axes = figure_of(made_up(count=3, **speeds)).axes[-1]
+    axes = figure_of(made_up(count=3, **speeds)).axes[-2]
     shown = [axes.yaxis.get_major_formatter()(tick) for tick in axes.get_yticks()]
     assert shown[0] == "0" and len(shown) >= 4 and all(one.endswith("k") for one in shown[1:])
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
@@ -104,7 +105,7 @@ def test_settings_of_matplotlib_are_not_touched(tmp_path: Path) -> None:
 def test_runs_that_cannot_be_drawn_are_refused(tmp_path: Path) -> None:
     for runs, name, options, error, words in (
         (made_up(), "curves.jpg", {}, ValueError, r"ends in \.png, \.svg, \.pdf, got '.*curves.jpg'"),
-        (made_up(), "a.png", {"x": "loss"}, ValueError, "expected one of batch, time/sample, time/seconds"),
+        (made_up(), "a.png", {"x": "loss"}, ValueError, "expected one of batch, epoch, time/sample, time/seconds"),
         (made_up(count=0), "a.png", {}, ValueError, "no records yet"),
         ([], "a.png", {}, ValueError, "at least one run"),
         ([3], "a.png", {}, TypeError, "the folder of a run"),
@@ -121,13 +122,45 @@ def titles(*runs: RunRecords) -> list[str]:
 
 def test_there_are_panels_only_for_recorded_numbers() -> None:
     run = made_up()
-    assert titles(run) == ["training loss", "eval/accuracy", "learning rate", "throughput (batches / s)"]
+    assert titles(run) == ["training loss", "eval/accuracy", "learning rate", "throughput (batches / s)", "memory (MB)"]
     bare = made_up("bare", count=9)
-    assert titles(bare) == ["training loss", "learning rate", "throughput (batches / s)"]
+    assert titles(bare) == ["training loss", "learning rate", "throughput (batches / s)", "memory (MB)"]
     assert titles(bare, run) == titles(run, bare) == titles(run)
-    # A metric of training is not one of an evaluation.
-    trained = made_up(batch_3={"train/accuracy": 0.5, "norm/grad": 1.0})
-    assert titles(trained)[1:3] == ["eval/accuracy", "train/accuracy"] and len(titles(trained)) == 5
+    assert "norm/grad" not in titles(made_up(batch_3={"norm/grad": 1.0}))
+
+
+def test_a_quantity_has_one_panel_for_training_and_evaluation() -> None:
+    run = made_up(batch_3={"train/accuracy": 0.5})
+    run.records.append({"batch": 40, "epoch": 4, "eval/loss": 0.5, "val/loss": 0.25})
+    loss, accuracy, *_ = panels_of([run], "batch")
+    assert (loss.title, loss.columns) == ("loss", ["loss", "eval/loss", "val/loss"])
+    assert (accuracy.title, accuracy.columns) == ("accuracy", ["eval/accuracy", "train/accuracy"])
+    colors = {line.get_color() for line in figure_of(run).axes[0].get_lines()}
+    assert len(colors) == 3  # one for each column; with several runs, each run has one
+    assert len({line.get_color() for line in figure_of(run, run).axes[0].get_lines()}) == 2
+
+
+def test_rates_begin_again_where_a_run_continues() -> None:
+    slow: dict[str, Any] = {f"batch_{i}": {"speed/batches": 1.0} for i in range(22, 28)}  # of few and cold batches
+    run = made_up(starts=(at(0, until=20), at(20, until=40)), **slow)
+    (speed,) = (panel for panel in panels_of([run], "batch") if panel.kind == "speed")
+    assert [(series.x[0], series.x[-1]) for series in speed.series] == [(1, 20), (30, 40)]
+    assert all(bool((series.y == 50).all()) for series in speed.series)
+    (loss,) = (panel for panel in panels_of([run], "batch") if panel.kind == "loss")
+    assert loss.series[0].x == list(range(1, 41))
+
+
+def test_an_epoch_advances_evenly_with_its_batches() -> None:
+    run = made_up(count=35)
+    found = dict(zip((record["batch"] for record in run.records), places(run, "epoch"), strict=True))
+    assert [found[batch] for batch in (1, 10, 25, 30, 35)] == pytest.approx([0.1, 1, 2.5, 3, 3.5])
+    grows = [{"batch": batch, "epoch": epoch} for batch, epoch in [(2, 0), (4, 1), (6, 1), (12, 2), (14, 2)]]
+    assert places(RunRecords("grows", Path(), records=grows), "epoch") == [0.5, 1, 1.25, 2, 2.25]
+
+
+def test_memory_is_in_megabytes() -> None:
+    (panel,) = (panel for panel in panels_of([made_up()], "batch") if panel.kind == "memory")
+    assert panel.series[0].y.unique().tolist() == [1.0]
 
 
 def test_learning_rates_of_groups_are_drawn_for_a_single_run() -> None:

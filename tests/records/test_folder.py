@@ -1,8 +1,8 @@
-import builtins
 import errno
 import json
 import math
 import os
+import subprocess
 import sys
 import tomllib
 import warnings
@@ -40,13 +40,12 @@ def names_in(folder: Path) -> set[str]:
 
 
 def test_a_run_writes_all_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     with RunFolder(tmp_path / "first", CONFIG, command=["python", "a b.py", "--lr", "0.5"]) as run:
         state = train(run)
         run.finish({"checksum": "abc", "norm": torch.tensor(2.0), "worst": math.inf})
     assert names_in(run.path) == {
         *("config.toml", "command.txt", "versions.json", "plan.txt", "history.json", "records.jsonl"),
-        *("checkpoints", "result.json", "curves.png", "report.html"),
+        *("checkpoints", "result.json", "report.html"),
     }
     assert tree.equal(state.params, uninterrupted().params)  # recording did not change the run
     assert tomllib.loads((run.path / "config.toml").read_text()) == {
@@ -69,7 +68,6 @@ def test_a_run_writes_all_files(tmp_path: Path) -> None:
     assert 0 < result["evaluation_seconds"] < result["seconds"]
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_killed_run_resumes_in_its_folder(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", CONFIG, command="train.py")
     assert run.resume is None and not run.is_resumed
@@ -94,7 +92,6 @@ def test_a_killed_run_resumes_in_its_folder(tmp_path: Path) -> None:
     assert "continued 1 time" in (run.path / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_finished_run_can_be_prolonged_without_new_settings(tmp_path: Path) -> None:
     with RunFolder(tmp_path, CONFIG) as run:
         train(run)
@@ -108,7 +105,6 @@ def test_a_finished_run_can_be_prolonged_without_new_settings(tmp_path: Path) ->
     assert found.config == {"lr": 0.5, "model": {"name": "linear", "widths": [4, 3]}}
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_was_at_its_end_keeps_the_settings_that_it_was_trained_with(tmp_path: Path) -> None:
     with RunFolder(tmp_path, CONFIG, command="train.py") as run:
         train(run)
@@ -127,7 +123,6 @@ def test_a_run_that_was_at_its_end_keeps_the_settings_that_it_was_trained_with(t
     assert [start.changed for start in after.starts] == [{}]
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_an_exception_is_recorded_and_raised(tmp_path: Path) -> None:
     def give_up(event: Event, state: Any) -> None:
         if event is Event.EPOCH_END:
@@ -143,7 +138,6 @@ def test_an_exception_is_recorded_and_raised(tmp_path: Path) -> None:
     assert "the loss is odd" in (run.path / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_population_has_records_of_all_members(tmp_path: Path) -> None:
     states = stack_states([make_state(), make_state()])
     with RunFolder(tmp_path / "run") as run:
@@ -156,26 +150,28 @@ def test_a_population_has_records_of_all_members(tmp_path: Path) -> None:
     assert found.result is not None and len(found.result["metrics"]["loss"]) == 2
 
 
-def test_without_matplotlib_everything_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
+def test_the_commit_of_the_working_directory_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b.test")
+        return subprocess.run(["git", *author, *words], check=True, capture_output=True, text=True).stdout.strip()
 
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "matplotlib":
-            raise ImportError("No module named 'matplotlib'", name=name)
-        return original(name, *args, **kwargs)
+    def commit(name: str) -> str | None:
+        RunFolder(tmp_path / name).begin(STEP, make_state())
+        return json.loads((tmp_path / name / "versions.json").read_text()).get("commit")
 
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    run = RunFolder(tmp_path / "run")
-    train(run)
-    with pytest.warns(RuntimeWarning, match=r"curves.png was not written: .*'purecompose\[run\]'") as told:
-        run.finish()
-    assert len(told) == 1
-    assert {"result.json", "report.html", "records.jsonl"} <= names_in(run.path)
-    assert "curves.png" not in names_in(run.path)
-    assert "not drawn" in (run.path / "report.html").read_text()
+    (tmp_path / "code").mkdir()
+    monkeypatch.chdir(tmp_path / "code")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit("none") is None
+    git("init", "-q")
+    Path("train.py").write_text("one")
+    git("add", "train.py")
+    git("commit", "-q", "-m", "one")
+    assert commit("clean") == git("rev-parse", "HEAD")
+    Path("train.py").write_text("two")
+    assert commit("changed") == f"{git('rev-parse', 'HEAD')}-dirty"
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_files_that_cannot_be_written_cause_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -248,7 +244,6 @@ def test_a_plan_that_needs_a_batch_does_not_stop_the_run(tmp_path: Path) -> None
     assert "large" in read_run(run.path).plan
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_two_calls_of_fit_are_two_starts(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as run:
         state = train(run, duration="1ep")
@@ -257,7 +252,6 @@ def test_two_calls_of_fit_are_two_starts(tmp_path: Path) -> None:
     assert [(start.batch, start.until, start.outcome) for start in starts] == [(0, 4, "finished"), (4, 8, "finished")]
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_folder_that_was_left_open_writes_nothing_between_the_records_of_the_next(tmp_path: Path) -> None:
     left = RunFolder(tmp_path / "run")
     train(left, until=6)
@@ -274,7 +268,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("[!.]*") if file.is_file()}
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_refused_run_changes_nothing(tmp_path: Path) -> None:
     with RunFolder(tmp_path, CONFIG) as run:
         train(run)
@@ -294,7 +287,6 @@ def test_a_refused_run_changes_nothing(tmp_path: Path) -> None:
     assert contents(tmp_path) == before | {"result.json": (tmp_path / "result.json").read_bytes()}
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_runs_folder_does_not_follow_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -324,7 +316,6 @@ def test_half_written_files_are_removed_when_the_run_resumes(tmp_path: Path, mon
     assert not left.exists()
 
 
-@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("place", ["FIT_END", "_write_result", "write_report"])
 def test_a_run_that_died_between_its_last_checkpoint_and_the_end_of_its_folder_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -360,7 +351,6 @@ def test_a_run_that_died_between_its_last_checkpoint_and_the_end_of_its_folder_i
     assert run.was_complete and before == {file: file.read_bytes() for file in run.path.glob("[!.]*.*")}
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_the_result_is_that_of_the_run_if_its_records_could_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,7 +375,6 @@ def test_the_result_is_that_of_the_run_if_its_records_could_not_be_written(
     assert "It finished, but 5 records could not be written." in (run.path / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_records_up_to_a_checkpoint_are_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: dict[str, bytes] = {}
     checkpoints: dict[str, list[int]] = {}
@@ -410,8 +399,7 @@ def test_records_up_to_a_checkpoint_are_on_disk_before_it(tmp_path: Path, monkey
     assert checkpoints == {f"ep{i:04d}-ba{4 * i:08d}": list(range(1, 4 * i + 1)) for i in (1, 2, 3)}
 
 
-def test_a_signal_ends_a_run_without_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "draw_curves", lambda *_, **__: pytest.fail("drawn"))
+def test_a_signal_ends_a_run_without_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "write_report", lambda *_, **__: pytest.fail("drawn"))
     with pytest.raises(SystemExit), RunFolder(tmp_path, CONFIG) as run:
         train(run, until=2)
@@ -419,7 +407,6 @@ def test_a_signal_ends_a_run_without_pictures(tmp_path: Path, monkeypatch: pytes
     assert read_run(tmp_path).starts[-1].outcome == "SystemExit: 143" and not run.unwritten
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_the_report_of_an_earlier_part_does_not_make_a_folder_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

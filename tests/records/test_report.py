@@ -1,10 +1,16 @@
+import base64
+import hashlib
+import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from purecompose._support.tables import breakable
-from purecompose.records import write_report
+from purecompose.records import Predictions, RunRecords, write_report
 from purecompose.records.layout import Start
 from purecompose.records.report import Fact, facts_of, number
 from tests.markup import HOSTILE, Checker, parsed
@@ -16,7 +22,6 @@ def parsed_file(path: Path) -> Checker:
 
 
 def test_the_report_contains_all_parts(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     run = made_up(
         config={"lr": 0.25, "model": {"width": 16}},
         plan="event  order\n-----  -----\nINIT   0",
@@ -36,7 +41,6 @@ def test_the_report_contains_all_parts(tmp_path: Path) -> None:
         *("Started 2026-05-01 10:00 (UTC), continued 1 time. 75 s in all on cpu.", "0.5405 batches / s", "killed"),
     ):
         assert words in page.text
-    assert [attrs["src"] for tag, attrs in page.tags if tag == "img"][0].startswith("data:image/png")  # pyright: ignore
     assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
 
 
@@ -52,8 +56,8 @@ def test_all_strings_of_a_run_are_escaped(tmp_path: Path) -> None:
         result={"metrics": {HOSTILE: 1.0}, HOSTILE: HOSTILE},
         batch_3={HOSTILE: 2.0},
     )
-    page = parsed_file(write_report(run, tmp_path / "report.html", curves=False))
-    plain = parsed_file(write_report(made_up(), tmp_path / "plain.html", curves=False))
+    page = parsed_file(write_report(run, tmp_path / "report.html"))
+    plain = parsed_file(write_report(made_up(), tmp_path / "plain.html"))
     assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags} | {"pre", "table", "tr", "th", "td"} | {
         *("thead", "tbody", "wbr")
     }
@@ -65,28 +69,89 @@ def test_all_strings_of_a_run_are_escaped(tmp_path: Path) -> None:
 
 
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     page = parsed_file(write_report(made_up(), tmp_path / "report.html"))
     urls = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
     assert urls and all(str(url).startswith("data:") for url in urls)
     assert "url(" not in page.text and "@import" not in page.text
-    assert "script" not in {tag for tag, _ in page.tags}
+
+
+def test_only_the_script_of_the_page_may_run(tmp_path: Path) -> None:
+    text = write_report(made_up(), tmp_path / "report.html").read_text("utf-8")
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
+    (checksum,) = re.findall(r"script-src 'sha256-(.*?)'", text)
+    assert base64.b64decode(checksum) == hashlib.sha256(script.encode()).digest()
+
+
+def numbers_of(*runs: RunRecords, folder: Path) -> dict[str, Any]:
+    """Return the numbers that the script of a page draws."""
+    text = write_report(list(runs), folder / "report.html").read_text("utf-8")
+    (numbers,) = re.findall(r'<script type="application/json" id="numbers">(.*?)</script>', text, re.S)
+    return json.loads(numbers)
+
+
+def test_the_script_has_the_numbers_of_all_runs(tmp_path: Path) -> None:
+    first = made_up("first", starts=(at(0, until=20), at(20, until=40)))
+    found = numbers_of(first, made_up("second", count=10, members=3), folder=tmp_path)
+    assert [(run["name"], run["resumed"]) for run in found["runs"]] == [("first", [20]), ("second", [])]
+    assert list(found["axes"]) == ["batch", "epoch", "time/sample", "time/seconds"]
+    axes = found["runs"][0]["axes"]
+    assert [axes[x][axes["batch"].index(15)] for x in ("epoch", "time/sample", "time/seconds")] == [1.5, 120, 0.3]
+    loss = found["panels"][0]
+    one, many = loss["series"]
+    assert (loss["title"], one["run"], many["run"]) == ("training loss", 0, 1)
+    assert one["x"] == list(range(1, 41)) and one["y"][39] == pytest.approx(2 * math.exp(-1), rel=1e-5)
+    assert (many["low"][9], many["y"][9], many["high"][9]) == pytest.approx([2 * math.exp(-1) + i for i in range(3)])
+
+
+def test_a_long_line_has_means_in_a_band(tmp_path: Path) -> None:
+    found = numbers_of(made_up(count=2500, batch_4={"loss": math.nan}), folder=tmp_path)
+    (loss,) = found["panels"][0]["series"]
+    expected = [2 * math.exp(-batch / 2500) for batch in (1, 2, 3)]
+    assert len(loss["x"]) == 834 and loss["x"][:2] == [2, 5]
+    assert (loss["low"][0], loss["y"][0], loss["high"][0]) == pytest.approx(
+        (expected[2], expected[1], expected[0]), rel=1e-5
+    )
+    assert loss["y"][1] == pytest.approx(sum(2 * math.exp(-batch / 2500) for batch in (5, 6)) / 2, rel=1e-5)
+    assert found["panels"][0]["bad"] == "1 of 2,500 not finite, the first at 4"
+    assert len(found["runs"][0]["axes"]["batch"]) <= 1002
+
+
+def test_what_differs_between_runs_comes_first(tmp_path: Path) -> None:
+    one = made_up("one", config={"seed": 0, "lr": 0.1}, versions={"commit": "aaa", "torch": "2"}, plan="same")
+    two = made_up(
+        "two", config={"lr": 0.2, "seed": 0, "more": "x"}, versions={"commit": "bbb", "torch": "2"}, plan="same"
+    )
+    page = parsed_file(write_report([one, two], tmp_path / "report.html"))
+    words = " ".join(page.text.split())
+    assert words.count("differsonetwo") == 2
+    assert "Settings differsonetwo lr0.10.2 more-x seed0" in words
+    assert "Versions differsonetwo commitaaabbb torch2" in words
+    assert words.count("Plan same Times") == 1
+    with pytest.raises(ValueError, match="2 runs and 1 predictions"):
+        write_report([one, two], tmp_path / "report.html", predictions=[None])
+
+
+def test_mistakes_are_shown(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    logits = torch.tensor([[3.0, 0, 0], [0, 2, 1], [2, 1, 0], [5, 0, 0]])
+    targets, images = torch.tensor([0, 1, 1, 2]), torch.rand(4, 1, 2, 2)
+    given = Predictions(logits, targets, images, ["cat", "dog", "<i>"])
+    assert given.confusion().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 0]]
+    assert [(one.number, one.target, one.predicted) for one in given.worst()] == [(3, "<i>", "cat"), (2, "dog", "cat")]
+    assert given.worst(1)[0].probability == pytest.approx(logits[3].softmax(0)[0].item())
+    page = parsed_file(write_report(made_up(), tmp_path / "report.html", predictions=given))
+    assert "2 of 4 examples are classified correctly." in page.text and "dog, predicted cat" in page.text
+    pictures = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert len(pictures) == 2 and all(str(one).startswith("data:image/png;base64,") for one in pictures)
+    for outputs, classes in ((logits[:3], targets), (logits, targets + 1), (logits, targets.float())):
+        with pytest.raises(ValueError, match="Predictions: expected"):
+            Predictions(outputs, classes).confusion()
 
 
 def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path) -> None:
     page = parsed_file(write_report(made_up(count=0), tmp_path / "report.html"))
     for words in ("Not started.", "There are no records yet.", "None were given.", "It was not written down."):
         assert words in page.text
-
-
-def test_curves_that_cannot_be_drawn_leave_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> bytes:
-        raise MemoryError("too large")
-
-    monkeypatch.setattr("purecompose.records.report.picture", fail)
-    with pytest.warns(RuntimeWarning, match="has no curves: too large"):
-        path = write_report(made_up(), tmp_path / "report.html")
-    assert "could not be drawn: too large" in parsed_file(path).text
 
 
 def test_lines_may_end_between_words_and_not_within_numbers() -> None:
@@ -97,7 +162,7 @@ def test_lines_may_end_between_words_and_not_within_numbers() -> None:
 
 def test_counts_have_commas_and_settings_are_as_they_were_given(tmp_path: Path) -> None:
     run = made_up(config={"seed": 123456}, trained={"weights": 61050})
-    text = parsed_file(write_report(run, tmp_path / "report.html", curves=False)).text
+    text = parsed_file(write_report(run, tmp_path / "report.html")).text
     assert "61,050" in text and "123456" in text
 
 
@@ -132,7 +197,7 @@ def test_when_a_run_started_and_how_it_ended(tmp_path: Path) -> None:
         ("finished, but 3 records could not be written", "2 times. It finished, but 3 records could not be written."),
     ):
         starts = (Start(0, "2026-05-01T10:00:00-07:00"), at(10), at(20, outcome=outcome))
-        path = write_report(made_up(starts=starts), tmp_path / "report.html", curves=False)
+        path = write_report(made_up(starts=starts), tmp_path / "report.html")
         assert words in parsed_file(path).text
 
 
