@@ -113,6 +113,7 @@ class RunFolder:
     Example:
         >>> import tempfile, torch
         >>> from purecompose import compose, fit, loop_events, losses, optim
+        >>> from purecompose.records import read_run
         >>> state = State.create(
         ...     torch.nn.Linear(3, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="2ep"
         ... )
