@@ -30,7 +30,7 @@ from purecompose import (
     tree as tree,
 )
 from purecompose._support import INSTALLED, __version__ as __version__
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish, refuse
 from purecompose.algorithms.recipes import recipe as recipe
 from purecompose.core.algorithm import Algorithm as Algorithm, Trait as Trait, factory as factory, identity as identity
 from purecompose.core.compose import Step as Step, compose as compose
@@ -81,8 +81,8 @@ else:
         """Import `testing`, which needs Hypothesis, on first use."""
         if name == "testing":
             return importlib.import_module("purecompose.testing")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return refuse(__name__, name)
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 INSTALLED["torch.compile"] = call_in_torch_compile

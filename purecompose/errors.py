@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose._support.messages import escaped
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 
 # Composition and order

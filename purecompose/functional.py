@@ -15,7 +15,7 @@ The algorithms call these functions, with the key `state.rng(name)` where they d
 selective backprop does in a step.
 """
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.algorithms._augmix import augmix_batch as augmix_batch
 from purecompose.algorithms._batch_size_warmup import warmup_batch_size as warmup_batch_size
 from purecompose.algorithms._channels_last import to_channels_last as to_channels_last
@@ -70,4 +70,4 @@ from purecompose.nn.layers.convolutions import (
 from purecompose.nn.layers.transformer import alibi_bias as alibi_bias, alibi_slopes as alibi_slopes
 
 
-__dir__ = lister(__name__)
+publish(__name__)

@@ -3,7 +3,7 @@
 A program is a tuple of events, stages and scopes; a training step is the fold over it.
 """
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.core.loop import (
     advance as advance,
     eval_events as eval_events,
@@ -18,4 +18,4 @@ from purecompose.core.program import Program as Program, Stage as Stage, Update 
 from purecompose.core.scopes import Grad as Grad, Microbatches as Microbatches, Scope as Scope
 
 
-__dir__ = lister(__name__)
+publish(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import is_callable_with, shown
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose._support.objects import check_hidden
 from purecompose._support.specs import did_you_mean
 from purecompose.losses import (
@@ -46,7 +46,7 @@ from purecompose.losses.metric import (
 from purecompose.losses.targets import Mixture, num_examples as count_examples
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 GivenMetrics: TypeAlias = str | Callable[..., Any] | Metric | Sequence[Any] | Mapping[str, Any]
 """Metrics as users give them; see `as_metrics`."""

@@ -5,7 +5,7 @@ add algorithms. Passes know algorithms by traits and names, never by import. The
 order at AFTER events and then apply pins and constraints, which therefore are always satisfied.
 """
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.core.passes import (
     DEFAULT_PASSES as DEFAULT_PASSES,
     Pass as Pass,
@@ -23,4 +23,4 @@ from purecompose.core.passes import (
 from purecompose.errors import MixedLossWarning as MixedLossWarning, OrderError as OrderError
 
 
-__dir__ = lister(__name__)
+publish(__name__)

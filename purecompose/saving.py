@@ -1,6 +1,6 @@
 """Checkpoints: states on disk, complete or absent, verified when read; and the rules for keeping them."""
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.errors import (
     CheckpointError as CheckpointError,
     CheckpointWarning as CheckpointWarning,
@@ -26,4 +26,4 @@ from purecompose.run.saving.weights import (
 )
 
 
-__dir__ = lister(__name__)
+publish(__name__)

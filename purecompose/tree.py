@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose._support.shards import is_shard, local, place_of, sum_of_shards, whole
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 
 NAMESPACE = "purecompose"

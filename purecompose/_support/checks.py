@@ -8,12 +8,13 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
+from purecompose._support.other_names import instead_of_setting
 from purecompose._support.specs import describe, did_you_mean
 
 
@@ -114,61 +115,58 @@ def _range(low: float, high: float, *, above: bool = False, below: bool = False)
     return "".join(f" {part}" for part in parts)
 
 
-def check_keywords(given: Iterable[str], function: Callable[..., Any], instead: Mapping[str, str]) -> None:
-    """Raise if a function has no parameter of a given name; the message suggests one, or lists all."""
+def check_keywords(given: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raise if a function has no parameter of a given name; the message names the right one, or lists all."""
     known = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for name in given:
         if name not in known:
             names = [name for name in known if name not in ("cls", "self")]
-            hint = f" write {instead[name]}" if name in instead else did_you_mean(name, names)
+            hint = instead_of_setting(_name(function), name) or did_you_mean(name, names)
             raise TypeError(
                 f"{_name(function)}() got an unexpected keyword argument {name!r};"
                 f"{hint or ' it takes ' + ', '.join(names)}"
             )
 
 
-def suggests_keywords(**instead: str) -> Callable[[F], F]:
-    """Return a decorator that explains calls with arguments that a function, or a class, does not take.
+def suggests_keywords(function: F) -> F:
+    """Decorate a function, or a class, to explain calls with arguments that it does not take.
 
     An unknown keyword is explained as by `check_keywords`; for any other mistake the message shows the signature. The
     arguments are alive until the function returns, so it is not for functions that release the memory of one.
 
     Example:
-        >>> @suggests_keywords(seed="key=3")
-        ... def create(net, key=0):
-        ...     return key
-        >>> create(None, seed=3)
+        >>> @suggests_keywords
+        ... def sam(rho, every=1):
+        ...     return rho
+        >>> sam(0.1, interval=10)
         Traceback (most recent call last):
-        TypeError: create() got an unexpected keyword argument 'seed'; write key=3
-        >>> create()
+        TypeError: sam() got an unexpected keyword argument 'interval'; write every=10
+        >>> sam()
         Traceback (most recent call last):
-        TypeError: create() missing 1 required positional argument: 'net'; it is create(net, key=0)
+        TypeError: sam() missing 1 required positional argument: 'rho'; it is sam(rho, every=1)
     """
+    if isinstance(function, type):
+        decorated: Any = function
+        decorated.__init__ = suggests_keywords(decorated.__init__)
+        return decorated
 
-    def decorate(function: Any) -> Any:
-        if isinstance(function, type):
-            function.__init__ = decorate(function.__init__)
-            return function
-
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            signature = inspect.signature(function)
             try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                signature = inspect.signature(function)
-                try:
-                    signature.bind(*args, **kwargs)
-                except TypeError:
-                    check_keywords(kwargs, function, instead)
-                    call = describe(_name(function), signature).replace("(self, ", "(")
-                    raise TypeError(f"{error}; it is {call}") from None
-                raise
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                check_keywords(kwargs, function)
+                call = describe(_name(function), signature).replace("(self, ", "(")
+                raise TypeError(f"{error}; it is {call}") from None
+            raise
 
-        return checked
-
-    return decorate
+    return cast(F, checked)
 
 
 def _name(function: Callable[..., Any]) -> str:

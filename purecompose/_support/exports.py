@@ -3,7 +3,9 @@
 import ast
 import inspect
 import sys
-from collections.abc import Callable
+from typing import NoReturn
+
+from purecompose._support.other_names import instead_of_name
 
 
 def public_names(source: str) -> list[str]:
@@ -29,19 +31,45 @@ def public_names(source: str) -> list[str]:
     return [name for name in names if name[0] != "_" or name == "__version__"]
 
 
-def lister(module: str) -> Callable[[], list[str]]:
-    """Return the `__dir__` of a public module: completion offers its public names, and not what it imports.
+def publish(module: str) -> None:
+    """Let a public module list its public names only, and explain names that it does not have.
+
+    Completion then offers no names that the module only imports. Type checkers know nothing of it.
 
     Example:
         >>> import purecompose as pc
         >>> "accuracy" in dir(pc.metrics), "torch" in dir(pc.metrics), hasattr(pc.metrics, "torch")
         (True, False, True)
+        >>> getattr(pc.algorithms, "MixUp")
+        Traceback (most recent call last):
+        AttributeError: module 'purecompose.algorithms' has no attribute 'MixUp'; write pc.algorithms.mixup
     """
 
-    def listed() -> list[str]:
+    def names() -> list[str]:
         try:
             return sorted(public_names(inspect.getsource(sys.modules[module])))
         except OSError:  # installed without sources
             return sorted(vars(sys.modules[module]))
 
-    return listed
+    contents = vars(sys.modules[module])
+    contents["__dir__"] = names
+    contents.setdefault("__getattr__", lambda name: refuse(module, name))  # the package has its own
+
+
+def refuse(module: str, name: str) -> NoReturn:
+    """Raise the error of a module that has no attribute of this name, with the name to write, if it is known."""
+    hint = "" if name.startswith("_") else instead_of_name(name) or _spelled(module, name)
+    text = f"module {module!r} has no attribute {name!r}{hint and ';' + hint}"
+    # With the module, Python adds what is spelled in a similar way.
+    raise AttributeError(text, name=name, obj=None if hint else sys.modules[module])
+
+
+def _spelled(module: str, name: str) -> str:
+    """Return a hint at a public name that differs in its module, in capitals or in underscores only."""
+    package = sys.modules["purecompose"]
+    modules = [member for member in map(package.__dict__.get, dir(package)) if inspect.ismodule(member)]
+    for each in sorted(modules, key=lambda each: each.__name__ != module):
+        for one in dir(each):
+            if one.replace("_", "").lower() == name.replace("_", "").lower():
+                return f" write {each.__name__.replace('purecompose', 'pc', 1)}.{one}"
+    return ""

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from purecompose._support.other_names import instead_of_name, instead_of_setting
+
 
 OWN_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A name with a module in front."""
@@ -139,7 +141,7 @@ def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
 def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
     """Raise `SpecError` for an unknown name, with a suggestion."""
     if name not in known:
-        hint = did_you_mean(name, known)
+        hint = did_you_mean(name, known) or instead_of_name(name)
         raise SpecError(f"no {kind} is called {name!r};{hint} {'K' if hint else 'k'}nown: {', '.join(sorted(known))}")
 
 
@@ -160,7 +162,7 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in call.kwargs:
         if name not in parameters and not takes_any:
-            hint = did_you_mean(name, parameters)
+            hint = instead_of_setting(call.name, name) or did_you_mean(name, parameters)
             has = f"{'It' if hint else 'it'} has {', '.join(parameters) or 'no parameters'}"
             raise SpecError(f"{call.name} has no parameter {name!r};{hint} {has}")
     try:

@@ -8,7 +8,7 @@ All cores are also exported from `purecompose.functional`.
 
 from collections.abc import Callable
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.algorithms._alibi import alibi as alibi
 from purecompose.algorithms._augmix import augmix as augmix
 from purecompose.algorithms._batch_size_warmup import batch_size_warmup as batch_size_warmup
@@ -57,7 +57,7 @@ from purecompose.algorithms._training_metrics import training_metrics as trainin
 from purecompose.core.algorithm import Algorithm
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 
 GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {

@@ -6,7 +6,7 @@
     print(bisect(run, predicates.not_finite(), stays=True))
 """
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.analysis import predicates as predicates
 from purecompose.analysis.ablation import ablate as ablate
 from purecompose.analysis.comparing import (
@@ -33,4 +33,4 @@ from purecompose.analysis.sweeping import (
 )
 
 
-__dir__ = lister(__name__)
+publish(__name__)

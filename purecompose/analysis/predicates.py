@@ -12,11 +12,11 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.checks import check_number
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.core.state import State
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 
 def loss_above(number: float) -> Callable[[State], bool]:

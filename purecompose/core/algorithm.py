@@ -206,7 +206,7 @@ def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
         mixup(alpha=0.2, interpolate_loss=False, per_example=False)
     """
 
-    settings, explained = Settings(make), suggests_keywords()(make)
+    settings, explained = Settings(make), suggests_keywords(make)
 
     @functools.wraps(make)
     def made(*args: _P.args, **kwargs: _P.kwargs) -> Algorithm:

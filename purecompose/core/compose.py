@@ -401,7 +401,7 @@ class Step:
         return self.members.describe(text)
 
 
-@suggests_keywords(seed="State.create(..., key=3)", epochs='State.create(..., duration="3ep")')
+@suggests_keywords
 def compose(
     program: Iterable[Node | StateFn | str],
     algorithms: Iterable[Algorithm] = (),

@@ -46,7 +46,7 @@ class State(Values):
     """
 
     @classmethod
-    @suggests_keywords(seed="key=3", epochs='duration="3ep"', lr="optimizer=optim.sgd(0.1)")
+    @suggests_keywords
     @torch.inference_mode(False)  # tensors made in inference mode can never be differentiated
     def create(
         cls,

@@ -1,6 +1,6 @@
 """Data sets in memory and on disk in keyed order, and image sets and texts for the examples."""
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.data.arrays import Arrays as Arrays, Split as Split, arrays as arrays, split as split
 from purecompose.data.files import (
     CharacterVocabulary as CharacterVocabulary,
@@ -16,4 +16,4 @@ from purecompose.data.reader import prefetch as prefetch
 from purecompose.errors import SkippingWarning as SkippingWarning
 
 
-__dir__ = lister(__name__)
+publish(__name__)

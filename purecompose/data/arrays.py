@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.checks import check_whole, shown
+from purecompose._support.checks import check_whole, shown, suggests_keywords
 from purecompose.data.seeding import epoch_order
 from purecompose.random import Rng, key as make_key, permutation, salt
 from purecompose.random.keys import as_rng
@@ -156,6 +156,7 @@ class Split(NamedTuple):
     """Shape `(count, *rest)`."""
 
 
+@suggests_keywords
 def arrays(
     inputs: Tensor,
     targets: Tensor | None = None,

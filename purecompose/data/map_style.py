@@ -227,7 +227,7 @@ class Loader:
         return self.reader.read(Request(key, epoch, part.tolist()) for part in parts)
 
 
-@suggests_keywords()
+@suggests_keywords
 def loader(
     dataset: Any,
     batch_size: int,

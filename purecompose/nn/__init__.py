@@ -1,7 +1,7 @@
 """Networks: modules as pure functions, keyed randomness inside them, layers and models."""
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.nn import layers as layers, models as models
 
 
-__dir__ = lister(__name__)
+publish(__name__)

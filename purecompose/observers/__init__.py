@@ -5,7 +5,7 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
     state = fit(step, state, data, observers=[history, progress, records])
 """
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.observers.monitors import (
     activations as activations,
     image_samples as image_samples,
@@ -31,4 +31,4 @@ from purecompose.observers.records import Records as Records, read_records as re
 from purecompose.observers.trackers import MLflow as MLflow, TensorBoard as TensorBoard, WandB as WandB
 
 
-__dir__ = lister(__name__)
+publish(__name__)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
-from purecompose._support.checks import check_whole, is_number, shown
+from purecompose._support.checks import check_whole, is_number, shown, suggests_keywords
 from purecompose.core.state import State
 from purecompose.observers.progress import Pace, Stopwatch
 from purecompose.observers.recorder import Due, Image, Monitor, batch_before
@@ -118,6 +118,7 @@ def system() -> Monitor:
     return _System()
 
 
+@suggests_keywords
 def speed(window: int = 100) -> Monitor:
     """Return a monitor of the rates over the last batches and of the run's remaining time.
 

@@ -9,7 +9,7 @@ that this package lacks. Your own optimizer needs no base class: a frozen datacl
 protocol suffices.
 """
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.optim.adafactor import adafactor as adafactor
 from purecompose.optim.adam import adam as adam, adamw as adamw, decoupled_adamw as decoupled_adamw, rmsprop as rmsprop
 from purecompose.optim.by_pattern import by_pattern as by_pattern, layerwise as layerwise
@@ -20,4 +20,4 @@ from purecompose.optim.sgd import decoupled_sgdw as decoupled_sgdw, lion as lion
 from purecompose.optim.sparse import adagrad as adagrad, sparse_adam as sparse_adam
 
 
-__dir__ = lister(__name__)
+publish(__name__)

@@ -17,7 +17,7 @@ from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
 
 
-@suggests_keywords(learning_rate="lr=0.1")
+@suggests_keywords
 def adafactor(
     lr: Scalar = 1e-2,
     *,

@@ -53,7 +53,7 @@ from purecompose.optim.lists import (
 from purecompose.schedule import Scalar
 
 
-@suggests_keywords(learning_rate="lr=0.001")
+@suggests_keywords
 def adam(
     lr: Scalar = 1e-3,
     *,
@@ -109,7 +109,7 @@ def adam(
     return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups)
 
 
-@suggests_keywords(learning_rate="lr=0.001")
+@suggests_keywords
 def adamw(
     lr: Scalar = 1e-3,
     *,
@@ -139,7 +139,7 @@ def adamw(
     return Adam(lr, betas, eps, weight_decay, amsgrad, "by rate", groups)
 
 
-@suggests_keywords(learning_rate="lr=0.001")
+@suggests_keywords
 def decoupled_adamw(
     lr: Scalar = 1e-3,
     *,
@@ -229,7 +229,7 @@ def correction(beta: float | Tensor, count: Tensor) -> Tensor:
     return -torch.expm1(count * (math.log(beta) if beta > 0 else -math.inf))
 
 
-@suggests_keywords(learning_rate="lr=0.1")
+@suggests_keywords
 def rmsprop(
     lr: Scalar = 1e-2,
     *,

@@ -21,7 +21,7 @@ from purecompose.schedule.declared import Within, checked
 Patterns: TypeAlias = tuple[tuple[str, Any], ...]
 
 
-@suggests_keywords()
+@suggests_keywords
 def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> ByPattern:
     """Return one optimizer that uses different optimizers for different parameters.
 

@@ -22,7 +22,7 @@ from purecompose.schedule.declared import Within
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-@suggests_keywords(learning_rate="lr=0.02")
+@suggests_keywords
 def muon(
     lr: Scalar = 1e-3,
     *,

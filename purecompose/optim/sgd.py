@@ -16,7 +16,7 @@ from purecompose.optim.rows import tables_apart
 from purecompose.schedule import Scalar
 
 
-@suggests_keywords(learning_rate="lr=0.1")
+@suggests_keywords
 def sgd(
     lr: Scalar,
     *,
@@ -67,7 +67,7 @@ def sgd(
     return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups)
 
 
-@suggests_keywords(learning_rate="lr=0.1")
+@suggests_keywords
 def decoupled_sgdw(
     lr: Scalar,
     *,
@@ -168,7 +168,7 @@ def _dampened(steps: list[Tensor], dampening: float | Tensor, dtype: torch.dtype
     return increment(steps), unbound(1 - started * dampening)
 
 
-@suggests_keywords(learning_rate="lr=0.1")
+@suggests_keywords
 def lion(
     lr: Scalar = 1e-4,
     *,

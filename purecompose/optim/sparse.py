@@ -16,7 +16,7 @@ from purecompose.optim.rows import Lists, moved, tables_apart
 from purecompose.schedule import Scalar
 
 
-@suggests_keywords(learning_rate="lr=0.01")
+@suggests_keywords
 def adagrad(
     lr: Scalar = 1e-2,
     *,
@@ -116,7 +116,7 @@ class Adagrad(ByGroup):
         return apart[0], {"sum": apart[1]}
 
 
-@suggests_keywords(learning_rate="lr=0.001")
+@suggests_keywords
 def sparse_adam(
     lr: Scalar = 1e-3, *, betas: tuple[Scalar, Scalar] = (0.9, 0.999), eps: float = 1e-8, groups: GivenGroups = ()
 ) -> SparseAdam:

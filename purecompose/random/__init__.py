@@ -1,6 +1,6 @@
 """Random numbers as pure functions of keys; no global generator."""
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.random.distributions import beta as beta, exponential as exponential, gamma as gamma
 from purecompose.random.draws import (
     bernoulli as bernoulli,
@@ -14,4 +14,4 @@ from purecompose.random.draws import (
 from purecompose.random.keys import Rng as Rng, fold_in as fold_in, key as key, salt as salt, split as split
 
 
-__dir__ = lister(__name__)
+publish(__name__)

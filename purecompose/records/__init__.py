@@ -5,7 +5,7 @@ with RunFolder("runs/first", {"lr": 0.1}) as run:
     state = fit(step, state, data, observers=run.observer, checkpoints=run.checkpoints(), resume=run.resume)
 """
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.records.curves import draw_curves as draw_curves
 from purecompose.records.folder import RunFolder as RunFolder
 from purecompose.records.layout import Kept as Kept, RunRecords as RunRecords, Start as Start, read_run as read_run
@@ -13,4 +13,4 @@ from purecompose.records.predictions import Mistake as Mistake, Predictions as P
 from purecompose.records.report import write_report as write_report
 
 
-__dir__ = lister(__name__)
+publish(__name__)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from purecompose import batch as batches, tree
-from purecompose._support.checks import check_whole, shown
+from purecompose._support.checks import check_whole, shown, suggests_keywords
 from purecompose._support.contexts import NOTHING
 from purecompose._support.messages import warn
 from purecompose._support.shards import whole
@@ -149,6 +149,7 @@ Observer: TypeAlias = Callable[[Event, State], None]
 """A function that reads states at the outer events and at BATCH_END, and never changes anything."""
 
 
+@suggests_keywords
 @dataclass(frozen=True)
 class Evaluator:
     """An evaluation during a run: its data, its metrics and how often it runs.
@@ -219,6 +220,7 @@ def check_other_data(evaluators: Iterable[Evaluator], data: Any) -> None:
             )
 
 
+@suggests_keywords
 def evaluate(
     state: State,
     data: Iterable[Any],
@@ -308,6 +310,7 @@ def run_evaluator(
         return notify(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 
 
+@suggests_keywords
 def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> list[Any]:
     """Return the network's outputs, batch by batch, on the state's device. The state is not changed.
 

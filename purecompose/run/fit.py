@@ -171,7 +171,7 @@ def fit(step: Step, state: State, data: Any = None, **settings: Any) -> State:
         >>> state.timestamp.batch
         3
     """
-    check_keywords(settings, fit, {})
+    check_keywords(settings, fit)
     states = _states(True, step, state, data, **settings)
     del state  # the run may need its memory
     return deque(states, maxlen=1).pop()
@@ -195,7 +195,7 @@ def training(step: Step, state: State, data: Any = None, **settings: Any) -> Ite
         >>> [state.timestamp.batch for state in training(compose(loop_events), state, data)]
         [1, 2, 3, 3]
     """
-    check_keywords(settings, training, {})
+    check_keywords(settings, training)
     return _states(False, step, state, data, **settings)
 
 

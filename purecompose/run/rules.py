@@ -50,7 +50,7 @@ class Stopper(Adjuster, Protocol):
         ...
 
 
-@suggests_keywords(monitor='EarlyStopping("eval/loss")')
+@suggests_keywords
 @dataclass(frozen=True)
 class EarlyStopping:
     """A stopping rule: a metric has not improved for a while.
@@ -106,7 +106,7 @@ class EarlyStopping:
         return int(waited[_UNITS.index(self.patience.unit)]) >= self.patience.value
 
 
-@suggests_keywords(monitor='Threshold("eval/loss", 0.1)')
+@suggests_keywords
 @dataclass(frozen=True)
 class Threshold:
     """A stopping rule: a metric has reached a value.
@@ -254,7 +254,7 @@ def with_modes(watchers: Iterable[Any], reporters: Iterable[Any]) -> tuple[Any, 
     return tuple(map(chosen, watchers))
 
 
-@suggests_keywords(monitor='ReduceOnPlateau("eval/loss")')
+@suggests_keywords
 @dataclass(frozen=True)
 class ReduceOnPlateau:
     """An adjuster that multiplies an hparam by a factor when a metric has not improved for a while.

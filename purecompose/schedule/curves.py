@@ -6,12 +6,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from purecompose._support.checks import check_number
+from purecompose._support.checks import check_number, suggests_keywords
 from purecompose.schedule.scalar import Schedule, made
 from purecompose.schedule.shape import Curve, Moment, Shape, checked_time
 from purecompose.time import Time, TimeLike
 
 
+@suggests_keywords
 def constant(alpha: float = 1.0, warmup: TimeLike = "0ba") -> Schedule:
     """Return the multiplier `alpha`, after a linear warm-up from 0.
 
@@ -32,6 +33,7 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba") -> Schedule:
     return made("constant", _Annealed(Curve(_line, (alpha, alpha)), None, start), alpha=alpha, warmup=start)
 
 
+@suggests_keywords
 def linear(alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
     """Return a straight line from `alpha_i` to `alpha_f`, after a linear warm-up from 0 to `alpha_i`.
 
@@ -60,6 +62,7 @@ def linear(alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur",
     return _annealed("linear", alphas, _line, t_max, warmup)
 
 
+@suggests_keywords
 def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
     """Return half a cosine from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
 
@@ -85,6 +88,7 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
     return _annealed("cosine", alphas, half_cosine, t_max, warmup)
 
 
+@suggests_keywords
 def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, warmup: TimeLike = "0ba") -> Schedule:
     """Return a power of the remaining time, from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
 
@@ -111,6 +115,7 @@ def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, war
     return _annealed("polynomial", settings, _power, t_max, warmup)
 
 
+@suggests_keywords
 def one_cycle(
     alpha_i: float = 0.04, alpha_f: float = 4e-6, peak: TimeLike = "0.3dur", t_max: TimeLike = "1dur"
 ) -> Schedule:

@@ -259,7 +259,7 @@ def checked(function: F) -> F:
         Traceback (most recent call last):
         TypeError: blend() got an unexpected keyword argument 'shear'; did you mean 'share'?
     """
-    settings, explained = Settings(function), suggests_keywords()(function)
+    settings, explained = Settings(function), suggests_keywords(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterable
 
-from purecompose._support.checks import check_number, shown
+from purecompose._support.checks import check_number, shown, suggests_keywords
 from purecompose.schedule.curves import half_cosine
 from purecompose.schedule.scalar import Schedule, made
 from purecompose.schedule.shape import Curve, Moment, Shape, checked_time
@@ -15,6 +15,7 @@ from purecompose.time import Time, TimeLike
 from purecompose.time.units import snapped
 
 
+@suggests_keywords
 def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
     """Return a multiplier that falls by the factor `gamma` after every `step_size`, after a linear warm-up from 0 to 1.
 
@@ -40,6 +41,7 @@ def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> S
     return made("step", _Periodic(Curve(_steps, (gamma,)), period, start), step_size=period, gamma=gamma, warmup=start)
 
 
+@suggests_keywords
 def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike = "0ba") -> Schedule:
     """Return a multiplier that falls by the factor `gamma` in every `decay_period`, after a linear warm-up from 0 to 1.
 
@@ -65,6 +67,7 @@ def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike =
     return made("exponential", shape, gamma=gamma, decay_period=period, warmup=start)
 
 
+@suggests_keywords
 def cosine_warm_restarts(
     t_0: TimeLike, t_mult: float = 1.0, alpha_f: float = 0.0, warmup: TimeLike = "0ba"
 ) -> Schedule:
@@ -98,6 +101,7 @@ def cosine_warm_restarts(
     return made("cosine_warm_restarts", shape, t_0=period, t_mult=t_mult, alpha_f=alpha_f, warmup=start)
 
 
+@suggests_keywords
 def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
     """Return a multiplier that falls by the factor `gamma` at every milestone, after a linear warm-up from 0 to 1.
 

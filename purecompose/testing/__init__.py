@@ -9,7 +9,7 @@
 Needs Hypothesis: `pip install "purecompose[testing]"`.
 """
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.testing import strategies as strategies, suite as suite
 from purecompose.testing.case import COMPANIONS as COMPANIONS, Case as Case, Subject as Subject
 from purecompose.testing.checking import check as check, check_loss as check_loss, laws as laws
@@ -36,4 +36,4 @@ from purecompose.testing.suite import LAWS as LAWS
 from purecompose.testing.tasks import TASKS as TASKS, Task as Task, make_task as make_task
 
 
-__dir__ = lister(__name__)
+publish(__name__)

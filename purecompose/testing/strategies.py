@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from purecompose import batch as batches
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing.case import COMPANIONS, Case, Subject, find_moments
@@ -17,7 +17,7 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import KINDS, TASKS, Task, make_task
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 
 _BATCH_SIZES = st.sampled_from([2, 3, 4, 5, 6, 1])

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.time.event import Event
 from purecompose.time.timestamp import RunLength, Timestamp
 from purecompose.time.units import Time, TimeUnit, named_point, named_time, snapped
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 
 __all__ = [

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from purecompose import losses, optim, surgery
+from purecompose._support.checks import suggests_keywords
 from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import compose
@@ -50,6 +51,7 @@ def surgery_method(
     return Algorithm(name, NEVER if is_neutral else on(Event.INIT), apply, traits=traits)
 
 
+@suggests_keywords
 def apply_surgery(net: nn.Module, method: Algorithm, *, key: int | Tensor = 0) -> nn.Module:
     """Return a copy of a network as a method on the model changes it at INIT; the network is not modified.
 

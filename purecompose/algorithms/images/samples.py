@@ -70,7 +70,7 @@ def sample_transform(
         raise TypeError(f"sample_transform: {name} needs a whole batch; call it in the step or in your own loop")
     if "value_range" in parameters:
         settings["value_range"] = settings.get("value_range") or (0.0, 1.0)
-    check_keywords(settings, core, {})
+    check_keywords(settings, core)
     for key, check in checks_of(core).items():
         if key in settings:
             settings[key] = check(settings[key], f"{name}: {key}")

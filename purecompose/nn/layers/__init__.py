@@ -1,6 +1,6 @@
 """The layers that methods put into networks, as plain `nn.Module`s, and activation checkpointing."""
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.nn.keyed.modules import checkpoint as checkpoint
 from purecompose.nn.layers.convolutions import (
     BlurConv2d as BlurConv2d,
@@ -41,4 +41,4 @@ from purecompose.nn.layers.transformer import (
 )
 
 
-__dir__ = lister(__name__)
+publish(__name__)

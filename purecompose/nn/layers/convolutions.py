@@ -29,7 +29,7 @@ from purecompose.nn.layers._forms import Wrapping, check_latent, is_plain, laten
 Pair = int | Sequence[int]
 
 
-@suggests_keywords()
+@suggests_keywords
 def blur_2d(input: Tensor, *, stride: Pair = 1) -> Tensor:
     """Smooth each channel by the outer product of (1, 2, 1) / 4 with itself, with zeros around the image.
 
@@ -61,7 +61,7 @@ def blur_2d(input: Tensor, *, stride: Pair = 1) -> Tensor:
     return F.conv2d(input, filters, stride=(down, right), padding=1, groups=channels)
 
 
-@suggests_keywords()
+@suggests_keywords
 def blurmax_pool2d(
     input: Tensor,
     kernel_size: Pair = 2,
@@ -210,7 +210,7 @@ def _missing(size: int, window: int, step: int, around: int, hole: int) -> int:
 _EPS = 1e-10
 
 
-@suggests_keywords()
+@suggests_keywords
 def standardized(weight: Tensor) -> Tensor:
     """Return each filter with mean 0 and variance 1, computed in float32 at least.
 

@@ -163,7 +163,7 @@ class PositionEmbedding(nn.Module):
         return ", ".join(map(str, self.weight.shape))
 
 
-@suggests_keywords()
+@suggests_keywords
 def alibi_slopes(
     num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
@@ -194,7 +194,7 @@ def alibi_slopes(
     return torch.cat((first, between)).exp2().to(dtype)
 
 
-@suggests_keywords()
+@suggests_keywords
 def alibi_bias(
     num_heads: int,
     length: int,

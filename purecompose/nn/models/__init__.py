@@ -21,7 +21,7 @@ from torch import nn
 from purecompose._support import specs
 from purecompose._support.checks import check_whole
 from purecompose._support.device import building
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.nn.models.convolutional import (
     Bottleneck as Bottleneck,
     Dropout,
@@ -44,7 +44,7 @@ from purecompose.nn.models.transformer import (
 )
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 
 # The networks for images halve the size at least twice, so that below four pixels nothing would be left.

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import shown
+from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.messages import is_remote, warn
 from purecompose._support.objects import in_words
 from purecompose._support.shards import local, place_of, span_of
@@ -140,6 +140,7 @@ def snapshot(
     return Snapshot(index, *_fetched({name: local(tensor) for name, tensor in tensors.items()}), rows)
 
 
+@suggests_keywords
 def save(state: State, path: Path | str, *, step: Step | None = None, parts: Parts = "all") -> Path:
     """Write a state to a folder: `index.json`, which is human-readable, and `state.safetensors`.
 
@@ -185,6 +186,7 @@ def save(state: State, path: Path | str, *, step: Step | None = None, parts: Par
     return Path(path)
 
 
+@suggests_keywords
 def load(
     path: Path | str,
     like: State | None = None,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from purecompose._support.checks import check_flag, check_whole
+from purecompose._support.checks import check_flag, check_whole, suggests_keywords
 from purecompose._support.messages import is_remote
 from purecompose.run.rules import rating_of
 from purecompose.run.saving import folder as disk
@@ -18,6 +18,7 @@ from purecompose.time.timestamp import Interval, interval_or_function
 T = TypeVar("T")
 
 
+@suggests_keywords
 @dataclass(frozen=True)
 class Checkpoints:
     """The settings of a run's checkpoints: folder, interval and number.

@@ -1,6 +1,6 @@
 """The laws, grouped by topic."""
 
-from purecompose._support.exports import lister
+from purecompose._support.exports import publish
 from purecompose.testing.law import Law
 from purecompose.testing.suite.absence import (
     absent_when_unmatched as absent_when_unmatched,
@@ -42,7 +42,7 @@ from purecompose.testing.suite.runs import (
 )
 
 
-__dir__ = lister(__name__)
+publish(__name__)
 
 
 LAWS: tuple[Law, ...] = (

@@ -28,7 +28,7 @@ from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
 from purecompose.transforms.signature import Signature, spec_of
 
 
-@suggests_keywords(microbatches="compose(..., microbatches=4)")
+@suggests_keywords
 def compile(  # noqa: A001
     step: Step,
     *,
