@@ -187,7 +187,9 @@ def _call(node: ast.expr) -> Call:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = call.func.id if isinstance(call.func, ast.Name) else str(getattr(call.func, "value", ""))
     if not isinstance(call.func, ast.Name) and not OWN_NAME.fullmatch(name):
-        raise SpecError(f"expected a name, with or without arguments in parentheses, got {ast.unparse(node)}")
+        module, dot, attribute = ast.unparse(call.func).rpartition(".")
+        hint = f"; what a module defines is given as {module}:{attribute}" if dot and attribute.isidentifier() else ""
+        raise SpecError(f"expected a name, with or without arguments in parentheses, got {ast.unparse(node)}{hint}")
     kwargs = {}
     for keyword in call.keywords:
         if keyword.arg is None:

@@ -12,17 +12,18 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from purecompose import __version__
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
 from purecompose.cli.methods import algorithms, check, plan
-from purecompose.cli.options import UsageError, add_options, arguments_of, examples_of, summary_of
+from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
 from purecompose.cli.processes import reporting
 from purecompose.cli.reports import plot, report
 from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, load_run as load_run, local_copy, predict
+from purecompose.cli.settings import meant_setting
 from purecompose.cli.training import RunError, train
 from purecompose.errors import CheckpointError
 
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _make_parser()
     prog = f"{parser.prog} {words[0]}" if words and words[0] in commands else parser.prog
     try:
+        if words and (command := commands.get(words[0])) is not None:
+            command.check_options(words[1:], _meant)
         options = parser.parse_args(words)
         status = _run(_COMMANDS[options.command], vars(options))
         sys.stdout.flush()
@@ -108,24 +111,22 @@ def _report(prog: str, error: BaseException, text: str) -> None:
             say(f"{prog}: {prefix}{text}", file=sys.stderr, flush=True)
 
 
+def _meant(name: str) -> str:
+    """Return a hint about an option that does not exist: the setting, or the argument of one, that it may mean."""
+    return meant_setting(name, lambda one: f"--set {one}=..." if "." in one else option_of(one))
+
+
 def _ending(*said: str) -> str:
     """Return the end of a message: the actions before the process ended."""
     text = " ".join(said).replace("resume='auto'", "the same command with --resume")
     return f": {text}" if text else ""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports a usage error in one line, without the whole usage that argparse prints first."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help shows the options)")
-
-
-def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
     """Return the parser, and the parsers of its commands by name."""
     form: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     summary = "Train small networks with speed-up methods that are pure functions."
-    parser = _Parser(prog="python -m purecompose", description=summary, epilog=_EPILOG, **form)
+    parser = Parser(prog="python -m purecompose", description=summary, epilog=_EPILOG, **form)
     parser.add_argument("--version", action="version", version=f"purecompose {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():

@@ -23,6 +23,7 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, MismatchError
 from purecompose.run.evaluation import Evaluator
+from purecompose.run.saving.folder import check_replaceable
 from purecompose.saving import save
 from purecompose.schedule import Hparam, hparam
 from purecompose.transforms.compilation import compile
@@ -78,6 +79,9 @@ def replay(recorded: RecordedOptions, *, at: Time, out: Folder | None = None) ->
         python -m purecompose train --out runs/a --keep log
         python -m purecompose replay runs/a --at 1234ba --out state
     """
+    if out is not None:
+        with reported_as("--out"):
+            check_replaceable(Path(out))
     with recorded.opened() as (run, _):
         found = analysis.replay(run, at)
         say(found)

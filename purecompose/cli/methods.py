@@ -17,7 +17,7 @@ from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.options import List, Number, Run, Shown, Time, UsageError, one_line, reported_as
-from purecompose.cli.settings import Given, imported, settings_of
+from purecompose.cli.settings import Given, check_no_module, imported, settings_of
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
 from purecompose.core.state import State
 
@@ -170,13 +170,16 @@ def _testing() -> Any:
 
 def _subject(text: str, testing: Any) -> Any:
     """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call."""
-    is_own = ":" in text.partition("(")[0]
+    name = text.partition("(")[0]
+    is_own = ":" in name
+    if not is_own and name not in FACTORIES:
+        check_no_module(name)
     try:
         if is_own:
             imported(text)  # its errors are more precise
         return testing.Subject.of(text)
     except (specs.SpecError, ValueError) as error:
-        is_unknown = not is_own and text.partition("(")[0] not in FACTORIES
+        is_unknown = not is_own and name not in FACTORIES
         raise ValueError(f"{error}{'; write your own as my_module:my_algorithm' if is_unknown else ''}") from error
     except Exception as error:  # of the user's function
         raise ValueError(f"{text}: {type(error).__name__}: {one_line(error)}") from error

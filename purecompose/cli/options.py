@@ -20,16 +20,49 @@ those that are given.
 import argparse
 import dataclasses
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+
+from purecompose import time
+from purecompose._support.specs import did_you_mean
 
 
 class UsageError(Exception):
     """An invalid option; the message is one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a usage error in one line, without the whole usage that argparse prints first."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help shows the options)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names, option = list(map(str, action.choices)), (action.option_strings or [action.dest])[0]
+            wrong = f"no {option} is called {value!r}" if option == "command" else f"{option}: got {value!r}"
+            raise UsageError(f"{wrong};{did_you_mean(value, names)} there are {', '.join(names)}")
+
+    def check_options(self, words: Sequence[str], meant: Callable[[str], str]) -> None:
+        """Raise a `UsageError` for an option that does not exist.
+
+        Args:
+            words: The words after the command.
+            meant: Function that returns a hint for the name of a setting.
+        """
+        known = self._option_string_actions
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known and " " not in word:
+                options = {one[2:]: one for one in known if one.startswith("--")}
+                hint = meant(option[2:].replace("-", "_")) if "--set" in known else ""
+                hint = hint or did_you_mean(option[2:], options, shown=options)
+                raise UsageError(f"there is no option {option};{hint} --help shows the options")
 
 
 @contextmanager
@@ -157,6 +190,11 @@ def _reader(kind: type, note: Shown) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         if not text and note.metavar in ("FILE", "FOLDER", "RUN"):  # as from an unset shell variable
             raise argparse.ArgumentTypeError("expected a name, got an empty string")
+        if note.metavar == "TIME" and not text.isdecimal():  # of batches, where a command takes these
+            try:
+                time.Time.of(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(one_line(error)) from error
         try:
             return kind(text)
         except ValueError as error:

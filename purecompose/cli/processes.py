@@ -67,8 +67,11 @@ class Processes:
         """Return a scope with the folder of a run, which is a local copy if `out` is a URL.
 
         Raises:
-            UsageError: The storage cannot be read; or processes divide the state, and need a folder that they share.
+            UsageError: The storage cannot be read; or processes divide the state, and need a folder that they share; or
+                there is only one.
         """
+        if is_divided and self.size == 1:
+            raise UsageError("--shard: there is only one process; start several by torchrun")
         if out is None or not is_remote(out):
             yield None if out is None else Path(out)
             return
@@ -88,8 +91,6 @@ class Processes:
     def divided(self, step: Step, state: State, sharding: str | None) -> tuple[Step, State]:
         """Return a step that divides batches among the processes, and with `sharding` also its state."""
         if self.size == 1:
-            if sharding is not None:
-                raise ValueError("there is only one process; start several by torchrun")
             return step, state
         if sharding is None:
             return data_parallel(step), state

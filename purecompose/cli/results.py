@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from purecompose import batch as batches, metrics
 from purecompose._support.messages import is_remote, say, with_urls
+from purecompose._support.specs import did_you_mean
 from purecompose.cli.options import File, Run, Shown, UsageError, check_target, reported_as
 from purecompose.cli.settings import Settings, allowed_by, settings_of
 from purecompose.cli.setup import Data, Kind, Setup, arithmetic_of, completed, prepare
@@ -73,7 +74,7 @@ def load_run(
     """
     with fetched(run) as folder:
         kept = KeptRun(str(folder), data=None if data is None else str(data), allow_imports=allow_imports)
-        settings, found = kept.completed()
+        settings, found = kept.completed(checkpoint)
         with arithmetic_of(settings):
             trained = at_checkpoint(folder, checkpoint, settings, found)
         setup, place = trained.setup, with_urls(trained.checkpoint) if is_remote(run) else trained.checkpoint
@@ -109,9 +110,12 @@ class KeptRun:
         """Return the settings in the run's folder, with other data if given."""
         return settings_of(_places(self.run)[0]) | ({} if self.data is None else {"data": self.data})
 
-    def completed(self) -> tuple[Settings, Data]:
-        """Return all settings of the run, and the data."""
-        return completed(self.settings(), allowed=allowed_by({"data": self.data}, self.allow_imports))
+    def completed(self, checkpoint: str | None = None) -> tuple[Settings, Data]:
+        """Return all settings of the run, and the data; raise before if there is no such checkpoint."""
+        settings = self.settings()
+        if checkpoint is not None:
+            named_checkpoint(self.run, checkpoint)
+        return completed(settings, allowed=allowed_by({"data": self.data}, self.allow_imports))
 
 
 class _Trained(NamedTuple):
@@ -143,6 +147,23 @@ def _places(run: str | Path) -> tuple[Path, Path]:
 
 def checkpoint_of(run: str | Path, which: str, kind: Kind) -> Path:
     """Return a run's newest checkpoint, its best one, or the one with the given name."""
+    if (found := named_checkpoint(run, which)) is not None:
+        return found
+    folder = _places(run)[1]
+    if not (best := ranked_in(folder, kind)):
+        raise UsageError(
+            f"--checkpoint: no checkpoint in {folder} has a single number for {kind.decides}, which selects the best "
+            "one; give newest, or a checkpoint's name"
+        )
+    return best[0].path
+
+
+def named_checkpoint(run: str | Path, which: str) -> Path | None:
+    """Return the checkpoint as `checkpoint_of`, but `None` for the best one, which depends on the kind of data.
+
+    Raises:
+        UsageError: There is no such checkpoint, or none at all.
+    """
     _, folder = _places(run)
     if (folder / INDEX).exists():
         if which not in ("newest", folder.resolve().name):
@@ -150,20 +171,14 @@ def checkpoint_of(run: str | Path, which: str, kind: Kind) -> Path:
         return folder
     if which not in ("newest", "best"):
         if not (folder / which / INDEX).exists():
-            known = sorted(path.name for path in folder.glob("[!.]*"))
-            raise UsageError(f"--checkpoint: {folder} has no {which}; there are {', '.join(known) or 'none'}")
+            known = ["newest", "best", *sorted(path.name for path in folder.glob("[!.]*"))]
+            hint = did_you_mean(which, known)
+            raise UsageError(f"--checkpoint: {folder} has no {which};{hint} there are {', '.join(known)}")
         return folder / which
     found = newest(folder)
     if found is None:
         raise UsageError(f"there is no checkpoint in {folder}: has the run written one yet?")
-    if which == "newest":
-        return found
-    if not (best := ranked_in(folder, kind)):
-        raise UsageError(
-            f"--checkpoint: no checkpoint in {folder} has a single number for {kind.decides}, which selects the best "
-            "one; give newest, or a checkpoint's name"
-        )
-    return best[0].path
+    return found if which == "newest" else None
 
 
 def ranked_in(folder: Path, kind: Kind) -> list[Ranked]:
@@ -182,7 +197,7 @@ def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", json: bool = False)
     Examples:
         python -m purecompose evaluate runs/a --checkpoint best --json
     """
-    settings, data = kept.completed()
+    settings, data = kept.completed(checkpoint)
     with arithmetic_of(settings):
         setup, state, path = at_checkpoint(kept.run, checkpoint, settings, data)
         wanted = {**setup.kind.metrics, "loss": metrics.mean_loss()}
@@ -211,7 +226,7 @@ def predict(kept: KeptRun, *, checkpoint: Which = "newest", out: File | None = N
         check_target("--out", out)
     if kept.settings().get("seeds", 1) > 1:
         raise UsageError(f"{kept.run} trained a population; predictions are those of a single network")
-    settings, data = kept.completed()
+    settings, data = kept.completed(checkpoint)
     with arithmetic_of(settings):
         run = at_checkpoint(kept.run, checkpoint, settings, data)
         rows = list(_predicted(run))

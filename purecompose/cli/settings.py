@@ -5,8 +5,11 @@ code. A name in a file, such as a run's `config.toml`, is therefore imported onl
 has `--allow-imports`.
 """
 
+import ast
+import contextlib
 import dataclasses
 import importlib
+import inspect
 import os
 import shlex
 import sys
@@ -176,12 +179,15 @@ class Given:
         return found | self.values | values | ({"within": within} if within else {})
 
 
-def with_arguments(settings: dict[str, Any], algorithms: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+def with_arguments(
+    settings: dict[str, Any], algorithms: Mapping[str, Callable[..., Any]], option: str = "--set"
+) -> dict[str, Any]:
     """Return complete settings with the arguments under "within" put into the calls.
 
     Args:
         settings: The settings.
         algorithms: Factories of algorithms by name, whose signatures name positional arguments.
+        option: The option that has given the arguments, for messages.
     """
     settings = dict(settings)
     factories = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "model": MODELS}
@@ -193,12 +199,13 @@ def with_arguments(settings: dict[str, Any], algorithms: Mapping[str, Callable[.
                 continue
             calls = specs.parse(settings["algorithms"])
             if name not in [call.name for call in calls]:
-                known = ", ".join([*factories, *[call.name for call in calls]])
-                raise UsageError(f"--set: {where}: there is no {name} in this run; there are {known}")
+                known = [*factories, *[call.name for call in calls]]
+                what = f"there is no {name} in this run;{specs.did_you_mean(name, known)} there are {', '.join(known)}"
+                raise UsageError(f"{option}: {where}: {what}")
             changed = [_set(call, arguments, algorithms, "algorithm") if call.name == name else call for call in calls]
             settings["algorithms"] = ", ".join(map(str, changed))
         except (specs.SpecError, TypeError) as error:
-            raise UsageError(f"--set: {where}: {error}") from error
+            raise UsageError(f"{option}: {where}: {error}") from error
     return settings
 
 
@@ -273,7 +280,7 @@ def _recipe_settings(name: str) -> dict[str, Any]:
 def _checked(name: str, value: Any, where: str) -> Any:
     """Return a setting's value converted to its type."""
     if name not in SETTINGS:
-        hint = specs.did_you_mean(name, SETTINGS) or f" there are {', '.join(SETTINGS)}"
+        hint = meant_setting(name) or specs.did_you_mean(name, SETTINGS) or f" there are {', '.join(SETTINGS)}"
         raise UsageError(f"{where}: there is no setting {name!r};{hint}")
     kind = SETTINGS[name]
     if name == "algorithms" and isinstance(value, list):
@@ -283,6 +290,42 @@ def _checked(name: str, value: Any, where: str) -> Any:
     if type(value) is not kind:
         raise UsageError(f"{where}: {name}: expected {KINDS[kind]}, got {value!r}")
     return value
+
+
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler": "schedule",
+    "epochs": "duration",
+    "max_epochs": "duration",
+    "max_duration": "duration",
+    "max_steps": "duration",
+    "dataset": "data",
+    "network": "model",
+    "methods": "algorithms",
+    "amp": "precision",
+    "accelerator": "device",
+    "eval_interval": "eval_every",
+    "save_interval": "checkpoint_every",
+}
+"""What other libraries call a setting."""
+
+
+def meant_setting(name: str, form: Callable[[str], str] = str) -> str:
+    """Return the start of a hint if a setting has another name here, or is an argument in a setting, else "".
+
+    Args:
+        name: The wrong name.
+        form: How a setting, or an argument such as "optimizer.lr", is written.
+    """
+    methods = {method: {method: factory} for method, factory in FACTORIES.items()}
+    owners = {"optimizer": OPTIMIZERS, "model": MODELS, **methods, "schedule": SCHEDULES}
+    found = [
+        f"{owner}.{name}"
+        for owner, factories in owners.items()
+        if any(name in inspect.signature(factory).parameters for factory in factories.values())
+    ]
+    found = [_ELSEWHERE[name]] if name in _ELSEWHERE else found[:5]
+    return f" did you mean {' or '.join(map(repr, map(form, found)))}?" if found else ""
 
 
 def _set_values(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -335,6 +378,20 @@ def imported(name: str) -> Any:
     if not hasattr(found, attribute):
         raise specs.SpecError(f"{name}: the module {module} has no {attribute!r}")
     return getattr(found, attribute)
+
+
+def check_no_module(name: str) -> None:
+    """Raise if a name is that of a module in the current folder, without a name in it; the module is not imported."""
+    for module, _, attribute in ((name.removesuffix(".py"), "", ""), name.rpartition(".")):
+        file = Path(f"{module.replace('.', '/')}.py")
+        if module and file.is_file():
+            body: list[ast.stmt] = []
+            with contextlib.suppress(SyntaxError, ValueError, OSError):
+                body = ast.parse(file.read_bytes()).body
+            found = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            found = [attribute] if attribute in found else [one for one in found if not one.startswith("_")]
+            given = " or ".join(f"{module}:{one}" for one in found[:4]) or f"{module}:NAME"
+            raise specs.SpecError(f"{name}: {module} is a module, and what it defines is given as {given}")
 
 
 class _OwnToo(dict[str, Callable[..., Any]]):

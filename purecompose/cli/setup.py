@@ -1,7 +1,6 @@
 """Preparation of a run from its settings: data, network, step and state; all errors in the settings are found here."""
 
 import copy
-import dataclasses
 import inspect
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -12,19 +11,30 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from purecompose import data as datasets, metrics, schedule
+from purecompose import data as datasets, metrics
 from purecompose._support import specs
-from purecompose._support.device import PRECISIONS, building
+from purecompose._support.device import building
 from purecompose.algorithms import scale_schedule
 from purecompose.cli.options import UsageError, reported_as
+from purecompose.cli.parts import (
+    algorithms_of,
+    check,
+    defaults_for,
+    device_of,
+    duration_of,
+    is_text_file,
+    microbatches_of,
+    network_of,
+    optimizer_of,
+    with_defaults,
+)
 from purecompose.cli.processes import Processes
 from purecompose.cli.settings import (
     ALGORITHMS,
     LOSSES,
-    OPTIMIZERS,
-    SCHEDULES,
     Settings,
     check_imports,
+    check_no_module,
     imported,
     is_own,
     with_arguments,
@@ -37,7 +47,6 @@ from purecompose.nn import layers, models
 from purecompose.random import key
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.rules import EarlyStopping, Stopper
-from purecompose.time import Time, TimeUnit
 from purecompose.transforms.compilation import CompiledStep, compile
 from purecompose.transforms.population import population, stack_states
 
@@ -82,7 +91,6 @@ TEXT = Kind(
     {"perplexity": metrics.perplexity(), "accuracy": metrics.accuracy},
     decides="loss",
 )
-_TEXT_MODELS = ("gpt",)
 
 
 def kind_of(data: Data) -> Kind:
@@ -101,13 +109,17 @@ def load_data(settings: Settings) -> tuple[Data, dict[str, Any]]:
     with reported_as("--data"):
         if is_own(settings.data):
             return _own_data(settings.data), {}
-        if settings.data.lower().endswith(".txt"):
+        if is_text_file(settings.data):
             path = Path(settings.data).expanduser()
             data = datasets.load_text(path, _length(settings), vocabulary=_vocabulary(settings))
             length, characters = data.train_inputs.shape[1], data.vocabulary.characters
             return data, {"data": str(path.resolve()), "length": length, "vocabulary": characters}
         name = str(Path(settings.data).resolve()) if Path(settings.data).exists() else settings.data
-        images = datasets.load(name)
+        try:
+            images = datasets.load(name)
+        except ValueError:
+            check_no_module(settings.data)
+            raise
     for setting in ("length", "vocabulary"):
         if getattr(settings, setting) is not None:
             raise UsageError(f"--{setting}: {settings.data} holds images; --{setting} is for text")
@@ -152,58 +164,25 @@ def make_network(text: str, data: Data, seed: int) -> nn.Module:
     Functions and classes of the user's own code are called with `in_shape` and `num_classes` if they have such
     parameters.
     """
-    call, is_text = specs.parse_one(text), isinstance(data, TextData)
+    is_text = isinstance(data, TextData)
+    call, factory = network_of(text, is_text)
     shape = {"in_shape": data.in_shape, "num_classes": data.num_classes}
-    if is_own(call.name):
-        with building(seed):
-            made = _own_network(call, shape)
-        if not isinstance(made, nn.Module):
-            raise ValueError(f"{call.name} returned a {type(made).__name__}, expected a torch.nn.Module")
-        return layers.ClassesSecond(made) if is_text else made
-    specs.check_name(call.name, models.MODELS, "model")
-    if call.args:
-        raise ValueError(f"{call}: expected options by name, as in {models.describe(call.name)}")
-    models.check_options(call.name, call.kwargs)  # otherwise they could collide with other arguments of build
-    if is_text and call.name not in _TEXT_MODELS:
-        raise ValueError(f"{call.name} is a network for images; for text there is {', '.join(_TEXT_MODELS)}")
-    if not is_text and call.name in _TEXT_MODELS:
-        raise ValueError(f"{call.name} is a network for text, but the data are images")
-    net = models.build(call.name, **shape, seed=seed, **call.kwargs)
-    return layers.ClassesSecond(net) if is_text else net
+    if not is_own(call.name):
+        net = models.build(call.name, **shape, seed=seed, **call.kwargs)
+        return layers.ClassesSecond(net) if is_text else net
+    with building(seed):
+        made = _own_network(call, factory, shape)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"{call.name} returned a {type(made).__name__}, expected a torch.nn.Module")
+    return layers.ClassesSecond(made) if is_text else made
 
 
-def _own_network(call: specs.Call, shape: Mapping[str, Any]) -> Any:
-    factory = imported(call.name)
+def _own_network(call: specs.Call, factory: Any, shape: Mapping[str, Any]) -> Any:
     if isinstance(factory, nn.Module):
         return copy.deepcopy(factory)
     known = inspect.signature(factory).parameters if callable(factory) else {}
     given = {key: value for key, value in shape.items() if key in known and key not in call.kwargs}
     return specs.build(specs.Call(call.name, call.args, {**given, **call.kwargs}), {call.name: factory}, "model")
-
-
-_IMAGE_DEFAULTS = {
-    "model": "cnn",
-    "algorithms": "mixup,label_smoothing,selective_backprop",
-    "schedule": 'cosine(warmup="0.1dur")',
-}
-# With all three algorithms on two cores, accuracy reaches about 99 % on the digits in 5 s, and on MNIST in half a
-# minute. A second thread gains nothing on the digits; on a busy machine, where two threads wait for each other at
-# every operation, it made training 100 times slower.
-_FOR_SMALL_SETS = {"duration": "40ep", "batch_size": 64, "optimizer": "adam(lr=5e-3)", "threads": 1, **_IMAGE_DEFAULTS}
-_FOR_LARGE_SETS = {"duration": "2ep", "batch_size": 128, "optimizer": "adam(lr=4e-3)", "threads": 2, **_IMAGE_DEFAULTS}
-_LARGE = 10_000
-# 818 000 weights for 65 characters: an epoch of tiny Shakespeare, 980 batches, takes two minutes on two cores. Larger
-# batches learn less from the same number of characters: after an epoch the loss was 2.13 with a batch size of 8, 2.33
-# with 16, and 2.50 with 32.
-_FOR_TEXT = {
-    "duration": "3ep",
-    "batch_size": 8,
-    "optimizer": "adamw(lr=3e-3, weight_decay=0.1)",
-    "threads": 2,
-    "model": "gpt(width=128, depth=4, num_heads=4)",
-    "algorithms": "none",
-    "schedule": 'cosine(warmup="0.05dur")',
-}
 
 
 class Setup(NamedTuple):
@@ -236,14 +215,11 @@ def completed(found: Mapping[str, Any], *, allowed: Collection[str] | None = ())
         allowed: Names of the user's own code that may be imported; `None` for all.
     """
     check_imports(found, allowed)
-    settings = {**dataclasses.asdict(Settings()), **found}
-    named = {name: value for name, value in settings.items() if name != "within"}
+    check(found)
+    named = {name: value for name, value in with_defaults(found, {}).items() if name != "within"}
     data, reported = load_data(Settings(**named))
-    settings |= reported
-    defaults = _FOR_LARGE_SETS if len(data.train_targets) >= _LARGE else _FOR_SMALL_SETS
-    defaults = _FOR_TEXT if kind_of(data) is TEXT else defaults
-    settings |= {name: value for name, value in defaults.items() if settings[name] is None}
-    return Settings(**with_arguments(settings, ALGORITHMS)), data
+    suited = defaults_for(kind_of(data) is TEXT, len(data.train_targets))
+    return Settings(**with_arguments(with_defaults({**found, **reported}, suited), ALGORITHMS)), data
 
 
 def prepare(settings: Settings, data: Data, processes: Processes | None = None, sharding: str | None = None) -> Setup:
@@ -263,7 +239,7 @@ def prepare(settings: Settings, data: Data, processes: Processes | None = None, 
         # A smaller last batch is left out of an epoch, because it might have fewer examples than microbatches.
         train_data = kind.batches(inputs, targets, batch_size)
     with reported_as("--device"):
-        device = _device(processes.device(settings.device))
+        device = device_of(processes.device(settings.device))
     step = _step(settings, batch_size)
     test_data = kind.stored(data.test_inputs, data.test_targets).to(device)
     states = [step.init(state.to(device)) for state in _states(settings, data, len(train_data))]
@@ -277,8 +253,6 @@ def prepare(settings: Settings, data: Data, processes: Processes | None = None, 
             evaluators = (Evaluator(held, wanted, every=settings.eval_every, label="val"), *evaluators)
     with reported_as("--patience"):
         stop = () if settings.patience is None else (EarlyStopping(f"{watched}/loss", settings.patience),)
-        if stop and len(states) > 1:
-            raise ValueError("the networks of a population would stop at different times; leave out --seeds")
     many, state = step, states[0]
     if len(states) > 1:
         many, state = population(step, len(states)), stack_states(states)
@@ -295,33 +269,18 @@ def prepare(settings: Settings, data: Data, processes: Processes | None = None, 
 
 def _divided(settings: Settings, data: Data) -> tuple[torch.Tensor, ...]:
     """Return inputs and targets for training, followed by those for validation if a share is set aside."""
-    share = settings.validation
+    if settings.validation == 0:
+        return data.train_inputs, data.train_targets
     with reported_as("--validation"):
-        if not 0 <= share < 1:
-            raise ValueError(f"{share}: expected a share of the training data, at least 0 and below 1")
-        if share == 0:
-            return data.train_inputs, data.train_targets
         # The same examples for every seed of the run, so that runs are comparable.
-        return tuple(datasets.split(data.train_inputs, data.train_targets, share, seed=0))
-
-
-def _device(name: str) -> torch.device:
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"{name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return torch.device(name)
+        return tuple(datasets.split(data.train_inputs, data.train_targets, settings.validation, seed=0))
 
 
 def _step(settings: Settings, batch_size: int) -> Step:
     with reported_as("--algorithms"):
-        calls = specs.parse(settings.algorithms or "")
-        step = compose(loop_events, [specs.build(call, ALGORITHMS, "algorithm") for call in calls])
+        step = compose(loop_events, algorithms_of(settings))
     with reported_as("--microbatches"):
-        text = settings.microbatches
-        if text != "auto" and not text.isdecimal():
-            raise ValueError(f"{text}: expected a number of slices, or auto")
-        slices = 1 if text == "auto" else int(text)
+        slices = microbatches_of(settings) or 1
         if slices > batch_size:
             raise ValueError(f"expected at most {batch_size} slices, one per example of a batch, got {slices}")
         return step if slices == 1 else compose(loop_events, list(step.algorithms), microbatches=slices)
@@ -329,18 +288,12 @@ def _step(settings: Settings, batch_size: int) -> Step:
 
 def _states(settings: Settings, data: Data, length: int) -> list[State]:
     """Return the initial states, one for each seed."""
-    if settings.seeds < 1:
-        raise UsageError(f"--seeds: {settings.seeds}: expected at least 1")
-    for name, known in (("loss", LOSSES), ("precision", PRECISIONS)):
-        if getattr(settings, name) not in known:
-            raise UsageError(f"--{name}: {getattr(settings, name)}: expected one of {', '.join(known)}")
     with reported_as("--duration"):
-        duration = _duration(settings.duration or "", kind_of(data))
-    optimizer = _optimizer(settings)
+        duration = duration_of(settings, kind_of(data) is TEXT)
+    with reported_as("--optimizer"):
+        optimizer = optimizer_of(settings)
     states = []
     for seed in range(settings.seed, settings.seed + settings.seeds):
-        with reported_as("--seed"):
-            run_key = key(seed)
         with reported_as("--model"):
             network = make_network(settings.model or "", data, seed)
         with reported_as("--optimizer"):  # that of a recipe may be for networks with other names
@@ -348,7 +301,7 @@ def _states(settings: Settings, data: Data, length: int) -> list[State]:
                 network,
                 loss=LOSSES[settings.loss],
                 optimizer=optimizer,
-                key=run_key,
+                key=key(seed),
                 duration=duration,
                 batches_per_epoch=length,
                 precision=settings.precision,
@@ -362,39 +315,9 @@ def _states(settings: Settings, data: Data, length: int) -> list[State]:
     return states
 
 
-def _optimizer(settings: Settings) -> Any:
-    with reported_as("--schedule"):
-        curve = specs.build(specs.parse_one(settings.schedule or ""), SCHEDULES, "schedule")
-    with reported_as("--optimizer"):
-        call = specs.parse_one(settings.optimizer or "")
-        if call.name == "muon":
-            raise ValueError(
-                "muon moves only matrices; choose them, and an optimizer for the others, in Python: "
-                'optim.by_pattern({"blocks.*": optim.muon(0.02)}, optim.adamw(3e-4))'
-            )
-        plain = specs.build(call, OPTIMIZERS, "optimizer")
-        if call.name == "recipe":
-            if curve != schedule.constant():
-                raise ValueError(f"{call}: its optimizer has a schedule; leave out --schedule")
-            return plain
-        return dataclasses.replace(plain, lr=plain.lr * curve)
-
-
-def _duration(text: str, kind: Kind) -> Time:
-    duration = Time.of(text)
-    units = [TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, *([TimeUnit.TOKEN] if kind is TEXT else [])]
-    if duration.unit not in units or duration.value <= 0:
-        names = "epochs, batches, samples or tokens" if kind is TEXT else "epochs, batches or samples"
-        raise ValueError(f"{text}: expected a number of {names}: 20ep, 500ba or 10000sp")
-    return duration
-
-
 @contextmanager
 def arithmetic_of(settings: Settings) -> Iterator[None]:
     """Fix threads and kernels, on which the bits of a result depend, and restore them afterwards."""
-    num_threads = settings.threads or 0
-    if num_threads < 1:
-        raise UsageError(f"--threads: expected a positive number, got {num_threads}")
     threads, were_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     only_warned, benchmarked = (torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark)
     # cuBLAS reads this when it starts. Without it, torch warns of matrix products in deterministic mode.
@@ -402,7 +325,7 @@ def arithmetic_of(settings: Settings) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, threads)
         stack.callback(setattr, torch.backends.cudnn, "benchmark", benchmarked)
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(settings.threads or 1)
         torch.backends.cudnn.benchmark = False
         # The first call spends a second on imports. If Ctrl-C interrupts them, nothing is set, and the callback that
         # restores the mode would fail; it is therefore registered afterwards.

@@ -13,6 +13,7 @@ from torch import Tensor
 from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.cli.options import Folder, Shown, UsageError, option_of, reported_as
+from purecompose.cli.parts import kept_of
 from purecompose.cli.processes import Processes, processes_here
 from purecompose.cli.results import ranked_in
 from purecompose.cli.settings import Given, Settings, command_of, read_config
@@ -22,6 +23,7 @@ from purecompose.data import TextData
 from purecompose.errors import CheckpointError
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.records import RunFolder
+from purecompose.records.folder import is_run
 from purecompose.records.layout import CONFIG, REPORT
 from purecompose.records.report import number
 from purecompose.run.fit import fit
@@ -62,6 +64,9 @@ def train(
     """
     processes = processes_here()
     with processes.folder(out, is_divided=shard is not None) as folder, ExitStack() as stack:
+        if folder is not None and processes.is_first:
+            with _about_out():
+                is_run(folder, resume)
         earlier = _earlier_settings(folder) if resume else {}
         found = given.chosen(earlier)
         settings, data = completed(found, allowed=given.allowed)
@@ -89,13 +94,19 @@ class _Place(NamedTuple):
 
     def opened(self, settings: Settings) -> RunFolder:
         """Return the folder, opened for records."""
-        with reported_as("--out"):
-            try:
-                config = dataclasses.asdict(settings)
-                return RunFolder(self.path, config, command=self.command, resume=self.resume)
-            except OSError as error:
-                text = str(error).removeprefix("RunFolder: ").replace("resume=True", "--resume")
-                raise ValueError(text) from error
+        with _about_out():
+            return RunFolder(self.path, dataclasses.asdict(settings), command=self.command, resume=self.resume)
+
+
+@contextmanager
+def _about_out() -> Iterator[None]:
+    """Turn errors about the run's folder into usage errors about --out."""
+    with reported_as("--out"):
+        try:
+            yield
+        except OSError as error:
+            text = str(error).removeprefix("RunFolder: ").replace("resume=True", "--resume")
+            raise ValueError(text) from error
 
 
 def _run(
@@ -149,13 +160,8 @@ def _run(
 
 
 def _checkpoints(out: Path, settings: Settings, setup: Setup) -> Checkpoints:
-    with reported_as("--keep"):
-        keep = settings.keep
-        if keep != "log" and (not keep.isdecimal() or int(keep) < 1):
-            raise ValueError(f"{keep}: expected a number of checkpoints, at least 1, or log")
-    with reported_as("--checkpoint-every"):
-        newest = Checkpoints(out / CHECKPOINTS, settings.checkpoint_every, keep if keep == "log" else int(keep))
     best = f"{setup.watched}/{setup.kind.decides}" if settings.seeds == 1 else None
+    newest = Checkpoints(out / CHECKPOINTS, settings.checkpoint_every, kept_of(settings))
     with reported_as("--keep-best"):
         return dataclasses.replace(newest, best=best, keep_best=settings.keep_best)
 

@@ -149,7 +149,7 @@ class RunFolder:
         self._records = Records(
             self.path / RECORDS, every=every, monitors=[learning_rate(), speed(), memory(), self._clock]
         )
-        _is_run(self.path, resume)  # raises before anything in the folder is changed
+        is_run(self.path, resume)  # raises before anything in the folder is changed
         self.path.mkdir(parents=True, exist_ok=True)
         if (earlier := _OPEN.pop(self.path.resolve(), None)) is not None:
             earlier._records.close()  # otherwise its waiting records would be written between ours
@@ -161,7 +161,7 @@ class RunFolder:
             self._lock.take()
             _OPEN[self.path.resolve()] = self
             # Again, because another process may have changed the folder.
-            self.is_resumed: bool = _is_run(self.path, resume)
+            self.is_resumed: bool = is_run(self.path, resume)
             self.was_complete: bool = all((self.path / name).exists() for name in (RESULT, REPORT))
             trained, self._starts = read_history(self.path) if self.is_resumed else ({}, [])
             self._changed = self._write_settings(settings)
@@ -436,7 +436,7 @@ def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
         problems[name] = error
 
 
-def _is_run(path: Path, resume: bool) -> bool:
+def is_run(path: Path, resume: bool) -> bool:
     """Return whether the folder contains a run."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"RunFolder: {path} is a file; give a folder")

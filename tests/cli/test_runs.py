@@ -269,9 +269,9 @@ def test_compiled_and_in_half_precision(run: Run) -> None:
     half = run("train", *SMALL, "--algorithms", "none", "--precision", "bf16")
     assert plain[0] == half[0] == 0 and checksum(plain[1]) != checksum(half[1])
     status, _, err = run("train", *SMALL, "--precision", "fp8")
-    assert status == 2 and "--precision: fp8: expected one of fp32" in err
+    assert status == 2 and "no precision is called 'fp8'; known: bf16, fp16, fp32" in err
     status, _, err = run("train", *SMALL, "--microbatches", "few")
-    assert status == 2 and "expected a number of slices, or auto" in err
+    assert status == 2 and "expected a number of slices, at least 1, or auto" in err
 
 
 @pytest.mark.slow
@@ -292,10 +292,13 @@ def test_a_stretched_run_equals_one_of_that_length_with_stretched_schedules(run:
 def test_settings_are_checked_before_there_is_a_folder(run: Run) -> None:
     for arguments, said in [
         (("--keep", "0"), "--keep: 0: expected a number of checkpoints, at least 1, or log"),
-        (("--keep-best", "0"), "--keep-best: Checkpoints: keep_best: expected an int >= 1, got 0"),
+        (("--keep-best", "0"), "--keep-best: keep_best: expected an int >= 1, got 0"),
         (("--keep-best", "2", "--seeds", "2"), "--keep-best: Checkpoints: keep_best=2 needs the metric"),
         (("--checkpoint-every", "0ep"), "--checkpoint-every"),
-        (("--validation", "1.5"), "--validation: 1.5"),
+        (
+            ("--validation", "1.5"),
+            "--validation: share of the training data: expected a finite number in [0, 1), got 1.5",
+        ),
     ]:
         status, _, err = run("train", *SMALL, "--out", "a", *arguments)
         assert status == 2 and said in err, err

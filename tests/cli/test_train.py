@@ -139,10 +139,10 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--device", "bogus"], "--device: 'bogus'"),
         (["plan", "--at", "2dur"], "--at: 2dur: the run ends earlier, after 880 batches"),
         (["plan", "nowhere"], "plan: error: nowhere is not a run's folder: it does not exist; create one with train"),
-        (["train", "--durration", "1ep"], "unrecognized arguments: --durration 1ep (--help"),
+        (["train", "--durration", "1ep"], "there is no option --durration; did you mean '--duration'"),
         (["algorithms", "mixpu"], "no algorithm is called 'mixpu'; did you mean 'mixup'?"),
         (["plot"], "plot: error: the following arguments are required: RUN"),
-        (["trian"], "invalid choice"),
+        (["trian"], "did you mean 'train'?"),
         ([], "COMMAND"),
     ],
 )

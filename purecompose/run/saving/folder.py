@@ -88,7 +88,7 @@ def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
         target: The folder.
         new: The folder to write to, as `hidden` names it, which may exist; by default a new one with a unique name.
     """
-    _check_replaceable(target)
+    check_replaceable(target)
     new, old = new or hidden(target), hidden(target, kind=_OLD)
     with _naming(target):
         try:
@@ -98,7 +98,7 @@ def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
                 sync(file)
             sync(new)
             while not _has_moved(new, target):  # another writer may put its own there in between
-                _check_replaceable(target)
+                check_replaceable(target)
                 _discard(old, target)
                 with contextlib.suppress(FileNotFoundError):
                     target.rename(old)
@@ -315,7 +315,7 @@ def _delete(path: Path) -> None:
             path.unlink()
 
 
-def _check_replaceable(target: Path) -> None:
+def check_replaceable(target: Path) -> None:
     """Raise if the target exists and is not a checkpoint, because it would be lost."""
     if not _is_ours_alone(target):
         raise FileExistsError(f"{target} is not a checkpoint, and would be lost: choose another name")
