@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.exports import publish
 from purecompose._support.objects import check_hidden
@@ -32,7 +33,13 @@ from purecompose.losses import (
     num_terms,
     share_of_mean,
 )
-from purecompose.losses.class_metrics import accuracy as accuracy, iou as iou, top_k as top_k
+from purecompose.losses.class_metrics import (
+    accuracy as accuracy,
+    balanced_accuracy as balanced_accuracy,
+    f1 as f1,
+    iou as iou,
+    top_k as top_k,
+)
 from purecompose.losses.evaluation import check_pairs
 from purecompose.losses.metric import (
     Device,
@@ -43,7 +50,7 @@ from purecompose.losses.metric import (
     is_lower_better as is_lower_better,
     of_loss as of_loss,
 )
-from purecompose.losses.targets import Mixture, num_examples as count_examples
+from purecompose.losses.targets import Mixture, num_examples as count_examples, per_row
 
 
 publish(__name__)
@@ -73,9 +80,8 @@ def mean_loss(loss_fn: Callable[..., Any] | None = None) -> Metric:
         3.0
     """
     if loss_fn is None:
-        return _sum_of(
-            lambda device=None: {}, _with_parts, _values, takes_loss=True, higher_is_better=False, name="loss"
-        )
+        settings = {"takes_loss": True, "takes_weights": True, "higher_is_better": False, "name": "loss"}
+        return _sum_of(lambda device=None: {}, _with_parts, _values, **settings)
     check_loss(loss_fn)
     if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
         raise ValueError(
@@ -155,6 +161,53 @@ def from_function(fn: Callable[[Any, Any], Tensor], *, higher_is_better: bool | 
 
     settings = {"higher_is_better": higher_is_better, "name": _name_of(fn)}
     return _sum_of(init_mean, update, Mean.value, takes_ignore_index=True, **settings)
+
+
+def weighted(metric: Metric | Callable[..., Any] | str) -> Metric:
+    """Return a metric in which examples count by their weights, those of the state's `weight_field`.
+
+    Without such a field, and for a batch without weights, each example has the weight 1. The metric is updated with
+    one example at a time, mapped over the batch.
+
+    Args:
+        metric: A metric whose accumulators add up (`Metric.is_sum`), in any form that `as_metric` takes, or a name.
+
+    Raises:
+        TypeError: The metric is not such a sum, or measures the loss of the state, which has its weights anyway.
+
+    Example:
+        >>> from purecompose.losses import Mixture
+        >>> metric, outputs = weighted("accuracy"), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> targets = Mixture.weighted(torch.tensor([0, 1]), torch.tensor([3.0, 1.0]))
+        >>> metric.compute(metric.update(metric.init(), outputs, targets)).item()
+        0.75
+    """
+    plain = _checked(metric, f"metric {metric!r:.80}")
+    if not plain.is_sum or plain.takes_loss or plain.reads_batch:
+        raise TypeError(f"metrics.weighted: {shown(metric)} is not a sum over examples, which could have weights")
+
+    def init(device: Device = None) -> Any:
+        dtype = init_mean(device).total.dtype
+        return tree.map(lambda start: start.to(dtype), plain.init(device))
+
+    def update(acc: Any, outputs: Any, targets: Any, **options: Any) -> Any:
+        has_weights = isinstance(targets, Mixture) and targets.is_weighted
+        weights = torch.stack(targets.weights).sum(0) if has_weights else None
+        leaves, spec = tree.flatten((outputs, targets.unweighted() if has_weights else targets))
+        if "num_examples" in options:
+            options["num_examples"] = 1
+
+        def one(*rows: Tensor) -> Any:
+            return plain.update(
+                plain.init(rows[0].device), *tree.unflatten(spec, [row[None] for row in rows]), **options
+            )
+
+        def added(total: Tensor, each: Tensor) -> Tensor:
+            return total + (each if weights is None else each * per_row(weights, each)).sum(0)
+
+        return tree.map(added, acc, torch.vmap(one)(*leaves))
+
+    return plain._replace(init=init, update=update, takes_weights=True)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:

@@ -18,6 +18,7 @@ from purecompose.core.clock import Clock
 from purecompose.core.layout import Layout
 from purecompose.core.loss import scalars_of
 from purecompose.losses import ModelLoss
+from purecompose.losses.weights import without_weights
 from purecompose.nn.model import Model
 from purecompose.schedule import Scalar, Schedule
 from purecompose.time import Timestamp
@@ -74,7 +75,8 @@ class Context:
         batches.check_field(self.input_field, "input_field")
         if self.target_field is not None:
             batches.check_field(self.target_field, "target_field")
-        target = (self.loss.labels or "labels") if isinstance(self.loss, ModelLoss) else self.target_field
+        field = without_weights(self.target_field)
+        target = (self.loss.labels or "labels") if isinstance(self.loss, ModelLoss) else field
         layout = Layout(self.input_field, self.batch_dim, self.splitter, self.num_tokens, target)
         object.__setattr__(self, "layout", layout)
 

@@ -11,7 +11,9 @@ from purecompose._support.device import as_scalar
 from purecompose._support.internals import is_fake, is_transforming
 from purecompose.core.state import State
 from purecompose.losses.evaluation import check_interpolation
+from purecompose.losses.targets import Mixture
 from purecompose.losses.terms import denominators_of, has_denominators
+from purecompose.losses.weights import has_weights
 from purecompose.metrics import Metric
 
 
@@ -22,7 +24,8 @@ def num_terms(state: State) -> int | Tensor:
     It is the weight of a microbatch's gradient in the mean over microbatches.
     """
     loss_fn = state.context.loss
-    if losses.couples_examples(loss_fn) or has_denominators(loss_fn) or not losses.counts_terms(loss_fn):
+    counts = losses.counts_terms(loss_fn) or has_weights(state.context.target_field)
+    if losses.couples_examples(loss_fn) or has_denominators(loss_fn) or not counts:
         return state.num_examples
     # A model that computes its own loss looks up its targets in the batch itself.
     targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
@@ -112,8 +115,8 @@ def targets_of_loss(state: State) -> Any:
 
 
 def targets_of_metric(metric: Metric, state: State) -> Any:
-    """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
-    own loss, whose batches may have no target.
+    """Return the second argument of a metric's `update`: the batch's target, without the weights of examples if the
+    metric does not take them, or the whole batch for a model with its own loss, whose batches may have no target.
 
     Args:
         metric: A metric.
@@ -122,7 +125,9 @@ def targets_of_metric(metric: Metric, state: State) -> Any:
     if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, losses.ModelLoss)):
         return state.batch
     if not isinstance(state.context.loss, losses.ModelLoss):
-        return state.targets
+        targets = state.targets
+        drops = isinstance(targets, Mixture) and targets.is_weighted and not metric.takes_weights
+        return targets.unweighted() if drops else targets
     try:
         targets = state.targets
     except KeyError:

@@ -22,6 +22,7 @@ from purecompose.core.loss import joined, scalars_of
 from purecompose.core.overview import describe_moment, state_as_html
 from purecompose.core.ranks import Sharing
 from purecompose.core.values import TENSOR_FIELDS, Values, fields_where
+from purecompose.losses.weights import weighted_field
 from purecompose.nn.model import from_module
 from purecompose.nn.network import warn_of_dropped
 from purecompose.nn.splitting import sparse_tables
@@ -59,6 +60,7 @@ class State(Values):
         batches_per_epoch: int | None = None,
         input_field: batches.Field | None = None,
         target_field: batches.Field | None = 1,
+        weight_field: batches.Field | None = None,
         batch_dim: int = 0,
         splitter: Splitter | None = None,
         num_tokens: Callable[[Any], int] | None = None,
@@ -88,6 +90,8 @@ class State(Values):
                 for `losses.model_loss`. See `purecompose.batch`.
             target_field: The field of a batch with the target, which may be the input's, as for an autoencoder; `None`
                 if there is no target, and the loss is called with `None` in its place.
+            weight_field: The field of a batch with a weight for each example, (N,), at least 0; by default all count
+                alike. The loss is then sum_i w_i l_i / sum_i w_i, from the losses of single examples.
             batch_dim: The dimension of the batch's tensors that indexes the examples: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.
@@ -108,6 +112,8 @@ class State(Values):
         Warns:
             UserWarning: An embedding has `sparse=True`, and the optimizer moves all of its rows in each step.
         """
+        if weight_field is not None:
+            target_field = weighted_field(loss, input_field, target_field, weight_field)
         parts = from_module(net, eval_mode=eval_mode, train_mode=train_mode)
         parts, loss, loss_model = joined(parts, loss, net)
         check_optimizer(optimizer, "optimizer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,29 +78,73 @@ def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
         >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
         0.5
     """
-    check_whole(num_classes, "metrics.iou: num_classes", 2)
+    return _of_counts("iou", num_classes, ignore_index, lambda both, found, wanted: both / (found + wanted - both))
 
-    def init(device: Device = None) -> tuple[Tensor, Tensor]:
+
+def balanced_accuracy(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the accuracy of each class, |P and T| / |T|, averaged over the classes that occur: rare ones
+    count as much as frequent ones. It is also called the macro average of the recall.
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: As for `top_k`.
+
+    Raises:
+        TypeError, ValueError: As for `iou`.
+
+    Example:
+        >>> metric, outputs = balanced_accuracy(2), torch.tensor([[1.0, 0.0]]).expand(4, 2)
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([0, 0, 0, 1]))).item()
+        0.5
+    """
+    return _of_counts("balanced_accuracy", num_classes, ignore_index, lambda both, found, wanted: both / wanted)
+
+
+def f1(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the F1 score of each class, 2 |P and T| / (|P| + |T|), averaged over the classes that occur
+    among predictions or targets (the macro average).
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: As for `top_k`.
+
+    Raises:
+        TypeError, ValueError: As for `iou`.
+
+    Example:
+        >>> metric, outputs = f1(2), torch.tensor([[1.0, 0.0]]).expand(4, 2)
+        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([0, 0, 0, 1]))).item(), 4)
+        0.4286
+    """
+    return _of_counts("f1", num_classes, ignore_index, lambda both, found, wanted: 2 * both / (found + wanted))
+
+
+_Counts = tuple[Tensor, Tensor, Tensor]
+"""Numbers of positions by class, int64 (C,): found and wanted, found, wanted."""
+
+
+def _of_counts(name: str, num_classes: int, ignore_index: int | None, ratio: Callable[..., Tensor]) -> Metric:
+    """Return the mean over classes of a ratio of counts; 0 / 0, of a class that does not occur, is left out."""
+    check_whole(num_classes, f"metrics.{name}: num_classes", 2)
+
+    def init(device: Device = None) -> _Counts:
         empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
-        return empty, empty
+        return empty, empty, empty
 
-    def update(
-        acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100
-    ) -> tuple[Tensor, Tensor]:
-        classes, counted = _classes("iou", outputs, targets, ignore_index)
+    def update(acc: _Counts, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> _Counts:
+        classes, counted = _classes(name, outputs, targets, ignore_index)
         if outputs.shape[1] != num_classes:
-            raise ValueError(f"metrics.iou: expected {num_classes} classes in dim 1, got shape {tuple(outputs.shape)}")
+            raise ValueError(f"metrics.{name}: expected {num_classes} classes in dim 1, got {tuple(outputs.shape)}")
         numbers = torch.arange(num_classes, device=outputs.device)
         found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
         wanted = (classes[..., None] == numbers) & counted[..., None]
-        both, sizes = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
-        return acc[0] + both, acc[1] + sizes
+        both, found, wanted = (part.flatten(0, -2).sum(0) for part in (found & wanted, found, wanted))
+        return acc[0] + both, acc[1] + found, acc[2] + wanted
 
-    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
-        both, sizes = acc
-        return (both / (sizes - both)).nanmean()  # NaN for a class that does not occur
+    def compute(acc: _Counts) -> Tensor:
+        return ratio(*acc).nanmean()
 
-    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True, name="iou"), ignore_index)
+    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True, name=name), ignore_index)
 
 
 def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:

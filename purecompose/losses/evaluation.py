@@ -86,10 +86,10 @@ def evaluate_parts(
 
     A loss that returns a tensor has no parts; one that returns `(loss, {"kl": kl, ...})` has those.
 
-    A mixture of one term is used as its plain target. Other mixtures become soft targets or, with `interpolate_loss`,
-    a sum of the terms' losses per example, whose mean is over the positions the loss counts (see `purecompose.losses`);
-    such a sum has no parts. For "mean" the loss is called without `reduction`, so a plain function of (outputs,
-    targets) suffices.
+    A mixture of one term is used as its plain target, unless its examples have weights. Other mixtures become soft
+    targets or, with `interpolate_loss`, a sum of the terms' losses per example, whose mean is over the positions the
+    loss counts (see `purecompose.losses`), or their weights; such a sum has no parts. For "mean" the loss is called
+    without `reduction`, so a plain function of (outputs, targets) suffices.
 
     Args:
         loss_fn: A loss, `(outputs, targets, reduction="mean")`.
@@ -114,14 +114,16 @@ def evaluate_parts(
             "targets, such as losses.cross_entropy, or leave out the method that mixes"
         )
     loss_fn = for_mixtures(loss_fn)
-    if len(targets.targets) == 1:
+    if len(targets.targets) == 1 and not targets.is_weighted:
         return _call_loss(loss_fn, outputs, targets.targets[0], reduction)
     if not targets.interpolate_loss:
         soft = targets.soft(outputs, ignore_index=ignore_index_of(loss_fn))
         return _call_loss(loss_fn, outputs, soft, reduction)
     losses = _interpolated_losses(loss_fn, outputs, targets)
-    if reduction == "mean" and hasattr(counter_of(loss_fn), "counted"):
-        return mean_of(losses.sum(), num_terms(loss_fn, outputs, targets)), {}
+    has_positions = hasattr(counter_of(loss_fn), "counted")
+    if reduction == "mean" and (has_positions or targets.is_weighted):
+        total = losses if has_positions else losses.reshape(len(losses), -1).mean(1)
+        return mean_of(total.sum(), num_terms(loss_fn, outputs, targets)), {}
     return reduced(losses, reduction), {}
 
 

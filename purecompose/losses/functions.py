@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,26 @@ from purecompose._support.checks import check_number, check_whole
 from purecompose._support.device import constants
 from purecompose._support.internals import is_transforming
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
+
+
+def _checked(given: Any, where: str) -> tuple[float, ...] | None:
+    """Return the weights of classes as numbers."""
+    weights = given.tolist() if hasattr(given, "tolist") else given  # a tensor or a NumPy array
+    if weights is None:
+        return None
+    if not isinstance(weights, list | tuple):
+        raise TypeError(f"{where}={given!r}: expected a sequence of numbers or a tensor")
+    return tuple(check_number(value, f"{where}[{i}]", 0) for i, value in enumerate(weights))
+
+
+def _of_classes(weights: Any, outputs: Tensor, dtype: torch.dtype, where: str) -> Tensor:
+    """Return the weights of the classes in dim 1 of the outputs, (C,), on their device."""
+    if outputs.ndim > 1 and len(weights) != outputs.shape[1]:
+        raise ValueError(
+            f"{where} has {len(weights)} numbers, expected one for each of the {outputs.shape[1]} classes of outputs "
+            f"of shape {tuple(outputs.shape)}"
+        )
+    return constants(weights, dtype, outputs.device)
 
 
 @dataclass(frozen=True)
@@ -58,14 +78,7 @@ class CrossEntropy:
     def __post_init__(self) -> None:
         check_whole(self.ignore_index, "losses.CrossEntropy: ignore_index")
         check_number(self.label_smoothing, "losses.CrossEntropy: label_smoothing", 0, 1)
-        if self.weight is None:
-            return
-        weight: Any = self.weight.tolist() if isinstance(self.weight, Tensor) else self.weight
-        weight = weight.tolist() if hasattr(weight, "tolist") else weight  # a NumPy array
-        if not isinstance(weight, list | tuple):
-            raise TypeError(f"losses.CrossEntropy: weight={self.weight!r}: expected a sequence of numbers or a tensor")
-        checked = (check_number(value, f"losses.CrossEntropy: weight[{i}]", 0) for i, value in enumerate(weight))
-        object.__setattr__(self, "weight", tuple(checked))
+        object.__setattr__(self, "weight", _checked(self.weight, "losses.CrossEntropy: weight"))
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         is_index = has_index_targets(outputs, targets)
@@ -95,9 +108,18 @@ class CrossEntropy:
         if isinstance(targets, Mixture):
             targets = targets.soft(outputs, ignore_index=self.ignore_index)
         elif has_index_targets(outputs, targets):
-            is_counted = targets != self.ignore_index
-            return (weight[targets.where(is_counted, 0).long()] * is_counted).sum()
+            return self.position_weights(outputs, targets).sum()
         return (targets.to(weight.dtype).movedim(1, -1) * weight).sum()
+
+    def position_weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what each position adds to `num_terms`, (N, ...), bool without weights of classes."""
+        weight = self._class_weights(outputs, wide_dtype(outputs))
+        is_counted = self.counted(outputs, targets)
+        if weight is None:
+            return is_counted
+        if has_index_targets(outputs, targets):
+            return weight[targets.where(is_counted, 0).long()] * is_counted
+        return (targets.to(weight.dtype).movedim(1, -1) * weight).sum(-1)
 
     def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
         """Return the mask of the positions in the mean, bool (N, ...); for a mixture, those where any term counts."""
@@ -117,15 +139,7 @@ class CrossEntropy:
 
     def _class_weights(self, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the weights, (C,), on the outputs' device; `None` without weights."""
-        if self.weight is None:
-            return None
-        weight = cast(tuple[float, ...], self.weight)
-        if outputs.ndim > 1 and len(weight) != outputs.shape[1]:
-            raise ValueError(
-                f"losses.CrossEntropy: weight has {len(weight)} numbers, expected one for each of the "
-                f"{outputs.shape[1]} classes of outputs of shape {tuple(outputs.shape)}"
-            )
-        return constants(weight, dtype, outputs.device)
+        return None if self.weight is None else _of_classes(self.weight, outputs, dtype, "losses.CrossEntropy: weight")
 
 
 @dataclass(frozen=True)
@@ -166,9 +180,12 @@ class BinaryCrossEntropy:
     Args:
         mean_over: "elements", or "examples" for sums over all outputs of an example. With reduction "none" the losses
             have the outputs' shape for "elements" and shape (N,) for "examples".
+        pos_weight: The weight of -t log sigmoid(x), by which rare labels count more: a number, or one for each class,
+            C numbers for classes in dim 1. As in torch, the mean still divides by the number of elements.
 
     Raises:
-        TypeError, ValueError: As for `has_index_targets` and `one_hot`; any other `mean_over`.
+        TypeError, ValueError: As for `has_index_targets` and `one_hot`; any other `mean_over`; weights that are
+            negative, not finite, or not C in number.
 
     Example:
         >>> outputs, targets = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
@@ -179,19 +196,29 @@ class BinaryCrossEntropy:
     """
 
     mean_over: str = "elements"
+    pos_weight: float | Sequence[float] | Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mean_over not in ("elements", "examples"):
             raise ValueError(f"BinaryCrossEntropy: mean_over={self.mean_over!r}: expected 'elements' or 'examples'")
+        where, given = "losses.BinaryCrossEntropy: pos_weight", self.pos_weight
+        is_number = isinstance(given, int | float)
+        object.__setattr__(self, "pos_weight", check_number(given, where, 0) if is_number else _checked(given, where))
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         if has_index_targets(outputs, targets):
             targets = one_hot(targets, outputs)
         elif not targets.dtype.is_floating_point:
             targets = targets.to(wide_dtype(outputs))
+        weight = None
+        if self.pos_weight is not None:
+            given = self.pos_weight
+            numbers = (given,) * (outputs.shape[1] if outputs.ndim > 1 else 1) if isinstance(given, float) else given
+            weight = _of_classes(numbers, outputs, outputs.dtype, "losses.BinaryCrossEntropy: pos_weight")
+            weight = weight.reshape(-1, *[1] * (outputs.ndim - 2))
         if self.mean_over == "elements":
-            return F.binary_cross_entropy_with_logits(outputs, targets, reduction=reduction)
-        losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+            return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction=reduction)
+        losses = F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none")
         return reduced(losses.reshape(len(losses), -1).sum(1), reduction)
 
 

@@ -46,6 +46,8 @@ class Metric(NamedTuple):
     """True if `update` also takes `loss_fn`, the state's loss with its present parameters and scalars."""
     takes_ignore_index: bool = False
     """True if `update` also takes `ignore_index`, the index that the state's loss leaves out; see `of_loss`."""
+    takes_weights: bool = False
+    """True if targets may be a `Mixture.weighted`, as the weights of examples require; see `weighted`."""
     is_sum: bool = False
     """True if accumulators add up: that of two batches is the sum, number by number, of what each adds to an empty one.
     Several processes then measure a part each; otherwise each measures everything."""

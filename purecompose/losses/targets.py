@@ -170,9 +170,10 @@ class Mixture:
 
     Attributes:
         targets: One tensor (N, ...) per term: class indices, or dense targets of the outputs' shape.
-        weights: One float tensor (N,) per term; over the terms they sum to 1.
+        weights: One float tensor (N,) per term; over the terms they sum to 1, or to the weight of the example.
         interpolate_loss: True to mix the losses of the terms instead of their targets. Static. If several mixings of
             one batch differ in it, losses are interpolated, which is correct for every loss; soft targets are not.
+        is_weighted: True if examples have weights, by which the mean of the losses divides. Static; see `weighted`.
 
     Example:
         >>> mixture = Mixture.of(torch.tensor([0, 1])).mixed_with(torch.tensor([1, 0]), 0.25)
@@ -183,6 +184,42 @@ class Mixture:
     targets: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     interpolate_loss: bool = False
+    is_weighted: bool = False
+
+    @classmethod
+    def weighted(cls, targets: Tensor, weights: Tensor) -> Mixture:
+        """Return targets of examples with weights, whose losses are interpolated.
+
+        The mean of the losses is sum_i w_i l_i / sum_i w_i. Mixing methods mix the weights with the targets.
+
+        Args:
+            targets: (N, ...), indices or dense.
+            weights: (N,), at least 0 (not checked), of any real dtype.
+
+        Raises:
+            TypeError, ValueError: One of them is not a tensor, or they differ in N.
+
+        Example:
+            >>> Mixture.weighted(torch.tensor([0, 1]), torch.tensor([1, 3])).weights
+            (tensor([1., 3.]),)
+        """
+        plain = cls.of(targets)
+        if not isinstance(weights, Tensor) or weights.shape != plain.weights[0].shape:
+            came = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(
+                f"expected one weight for each example, a tensor of shape {tuple(plain.weights[0].shape)}, got {came}"
+            )
+        weights = weights if weights.is_floating_point() else weights.to(plain.weights[0].dtype)
+        return replace(plain, weights=(weights,), interpolate_loss=True, is_weighted=True)
+
+    def unweighted(self) -> Tensor | Mixture:
+        """Return the targets without the weights of examples, so that those of the terms sum to 1; a single target as a
+        tensor."""
+        if len(self.targets) == 1:
+            return self.targets[0]
+        total = torch.stack(self.weights).sum(0)
+        weights = tuple(weight / total.where(total > 0, 1) for weight in self.weights)
+        return replace(self, weights=weights, is_weighted=False)
 
     @classmethod
     def of(cls, targets: Tensor | Mixture) -> Mixture:
@@ -223,13 +260,15 @@ class Mixture:
         """
         self._check_partners(permutation, weight.shape if isinstance(weight, Tensor) else ())
         partners = tuple(targets.index_select(0, permutation) for targets in self.targets)
-        if len(self.weights) == 1 and not isinstance(weight, Tensor):  # the weights of a single term are 1
+        is_plain = len(self.weights) == 1 and not self.is_weighted  # a single term, of weights 1
+        if is_plain and not isinstance(weight, Tensor):
             own = self.weights[0]
             weights = own.new_full(own.shape, 1 - weight), own.new_full(own.shape, weight)
         else:
             kept = tuple(own - own * weight for own in self.weights)
             weights = kept + tuple(own.index_select(0, permutation) * weight for own in self.weights)
-        return Mixture(self.targets + partners, weights, self.interpolate_loss or interpolate_loss)
+        interpolates = self.interpolate_loss or interpolate_loss
+        return replace(self, targets=self.targets + partners, weights=weights, interpolate_loss=interpolates)
 
     def pasted(self, permutation: Tensor, inside: Tensor) -> Mixture:
         """Give each example its partner's targets within a region, where targets are maps such as masks.
@@ -242,9 +281,11 @@ class Mixture:
             inside: (N, H, W) or (1, H, W), bool; targets are (N, H, W) or (N, ..., H, W).
 
         Raises:
-            ValueError: The permutation or a target has the wrong shape.
+            ValueError: The permutation or a target has the wrong shape, or examples have weights.
         """
         self._check_partners(permutation)
+        if self.is_weighted:
+            raise ValueError("a map with parts of two examples has no single weight: leave out weight_field")
         for targets in self.targets:
             if targets.ndim < 3 or targets.shape[-2:] != inside.shape[1:]:
                 raise ValueError(
@@ -298,8 +339,12 @@ class Mixture:
 # Unflattening checks nothing, because transforms replace the leaves by placeholders that are not tensors.
 tree.register_node(
     Mixture,
-    lambda mixture: (("targets", "weights"), (mixture.targets, mixture.weights), mixture.interpolate_loss),
-    lambda _, children, interpolate_loss: Mixture(*children, interpolate_loss=interpolate_loss),
+    lambda mixture: (
+        ("targets", "weights"),
+        (mixture.targets, mixture.weights),
+        (mixture.interpolate_loss, mixture.is_weighted),
+    ),
+    lambda _, children, settings: Mixture(*children, *settings),
 )
 
 

@@ -17,7 +17,7 @@ from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.functions import CrossEntropy
-from purecompose.losses.targets import Mixture, num_examples as count_examples, wide_dtype
+from purecompose.losses.targets import Mixture, num_examples as count_examples, per_row, wide_dtype
 
 
 def num_terms(
@@ -44,11 +44,24 @@ def num_terms(
     counting = counter_of(loss_fn)
     if num_examples is not None and isinstance(loss_fn, ModelLoss) and loss_fn.labels_of(targets) is None:
         return num_examples
+    if isinstance(targets, Mixture) and targets.is_weighted:
+        return _sum_of_weights(loss_fn, outputs, targets)
     if hasattr(counting, "num_terms"):
         return counting.num_terms(outputs, targets)
     if hasattr(counting, "counted"):
         return counting.counted(outputs, targets).sum()
     return count_examples(outputs, targets) if num_examples is None else num_examples
+
+
+def _sum_of_weights(loss_fn: Any, outputs: Any, mixture: Mixture) -> Tensor:
+    """Return the sum of the weights of examples over the positions that count, each times the weight of its class."""
+    counting = counter_of(loss_fn)
+    of = getattr(counting, "position_weights", getattr(counting, "counted", None))
+    total = mixture.weights[0].new_zeros(())
+    for targets, weight in zip(mixture.targets, mixture.weights, strict=True):
+        own = weight if of is None else of(outputs, targets)
+        total = total + (weight if of is None else own * per_row(weight, own)).sum()
+    return total
 
 
 def ignore_index_of(loss_fn: Any) -> int | None:
@@ -194,6 +207,10 @@ class _TorchTerms:
         if self.weight is None:
             return is_counted.sum()
         return (self.weight[targets.where(is_counted, 0).long()] * is_counted).sum()
+
+    def position_weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what each position adds to the sum of weights, (N, ...)."""
+        return self._of_mixtures.position_weights(outputs, targets)
 
     @property
     def _of_mixtures(self) -> CrossEntropy:

@@ -28,6 +28,7 @@ from purecompose.data.loaders import check_batches, fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.reader import prefetch
 from purecompose.losses import couples_examples
+from purecompose.losses.weights import lacks_weights, without_weights
 from purecompose.metrics import GivenMetrics, Metric, as_metrics, counting, mean_loss, of_loss
 from purecompose.nn.keyed.modules import detect
 from purecompose.time.event import Event
@@ -297,6 +298,8 @@ def run_evaluator(
         for batch in prefetch(given, state.device):
             part = totals.share(batch)
             start = current.replace(first_example=part.first_example) if part.first_example else current
+            if lacks_weights(part.batch, current.context.target_field):
+                start = start.replace(target_field=without_weights(current.context.target_field))
             inner = step.fold(start, part.batch, domain="eval", draw=num_batches)
             totals.update(inner, step.num_examples(state, part.batch), counts=part.num_examples > 0)
             if totals.takes_loss and num_batches and is_due(num_batches):

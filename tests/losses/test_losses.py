@@ -167,6 +167,18 @@ def test_binary_cross_entropy_may_be_a_mean_over_examples():
     assert num_terms(loss_fn, outputs, targets) == 4
 
 
+@pytest.mark.parametrize("weight", [3.0, [1.0, 2.0, 4.0], torch.tensor([1.0, 2.0, 4.0])])
+@pytest.mark.parametrize("rest", [(), (5,)])
+def test_rare_labels_count_more_by_pos_weight(weight, rest):
+    outputs, targets = torch.randn(4, 3, *rest), torch.rand(4, 3, *rest).round()
+    given = torch.as_tensor(weight).reshape(-1, *[1] * len(rest))
+    expected = F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=given, reduction="none")
+    torch.testing.assert_close(BinaryCrossEntropy(pos_weight=weight)(outputs, targets), expected.mean())
+    by_examples = BinaryCrossEntropy("examples", weight)
+    torch.testing.assert_close(by_examples(outputs, targets, "none"), expected.flatten(1).sum(1))
+    assert hash(BinaryCrossEntropy(pos_weight=weight)) == hash(BinaryCrossEntropy(pos_weight=weight))
+
+
 @pytest.mark.parametrize("cls", [CrossEntropy, MeanSquaredError, BinaryCrossEntropy, ModelLoss])
 def test_losses_compare_and_hash_by_configuration(cls):
     assert cls() == cls() and hash(cls()) == hash(cls())

@@ -17,6 +17,8 @@ from purecompose.metrics import (
     accuracy,
     as_metric,
     as_metrics,
+    balanced_accuracy,
+    f1,
     from_function,
     iou,
     is_lower_better,
@@ -375,3 +377,23 @@ def test_metrics_without_a_name_or_with_an_unknown_one_are_refused(given, error,
 def test_a_metric_of_torchmetrics_has_the_name_of_its_class():
     classification = pytest.importorskip("torchmetrics.classification")
     assert [*as_metrics([classification.MulticlassF1Score(num_classes=3)])] == ["multiclass_f1_score"]
+
+
+def test_class_averages_are_those_of_counts_over_all_batches():
+    outputs, targets = torch.randn(40, 4), torch.randint(3, (40,))  # no example of the last class
+    found = outputs.argmax(1)
+    recalls = [(found[targets == c] == c).double().mean().item() for c in range(3)]
+    assert run(balanced_accuracy(4), outputs, targets, 7) == pytest.approx(sum(recalls) / 3, rel=1e-6)
+    sizes = [(found == c).sum().item() + (targets == c).sum().item() for c in range(4)]
+    both = [((found == c) & (targets == c)).sum().item() for c in range(4)]
+    scores = [2 * both[c] / sizes[c] for c in range(4) if sizes[c]]
+    assert run(f1(4), outputs, targets, 7) == pytest.approx(sum(scores) / len(scores), rel=1e-6)
+    assert [*as_metrics([f1(4), balanced_accuracy(4)])] == ["f1", "balanced_accuracy"]
+
+
+def test_class_averages_are_those_of_torchmetrics():
+    classification = pytest.importorskip("torchmetrics.classification")
+    outputs, targets = torch.randn(50, 3), torch.randint(3, (50,))
+    for ours, theirs in ((balanced_accuracy, "Accuracy"), (f1, "F1Score")):
+        reference = getattr(classification, f"Multiclass{theirs}")(num_classes=3, average="macro")
+        assert run(ours(3), outputs, targets, 20) == pytest.approx(reference(outputs, targets).item(), rel=1e-6)
