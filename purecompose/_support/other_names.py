@@ -127,7 +127,7 @@ Trainer(eval_dataloader=) | RUN | pc.fit(evaluate=pc.Evaluator(test, metrics))
 Trainer(eval_interval=) | RUN Evaluator | pc.Evaluator(every="2ep")
 Trainer(eval_subset_num_batches=) | RUN | pc.Evaluator(num_batches=10)
 Evaluator(dataloader=) | Evaluator evaluate predict | data=test
-Evaluator(metric_names=) | Evaluator evaluate | metrics={"accuracy": pc.metrics.accuracy}
+Evaluator(metric_names=) | Evaluator evaluate | metrics=["accuracy"]
 Evaluator(subset_num_batches=) | Evaluator evaluate | num_batches=10
 Evaluator(device_eval_microbatch_size=) | Evaluator evaluate | none: evaluate smaller batches
 Trainer.eval(eval_dataloader=) | evaluate | data=test
@@ -207,7 +207,8 @@ load_from_checkpoint(map_location=) | load | like=state; with its device
 
 _KERAS = """
 Model, Sequential | pc.State.create; of any nn.Module
-Model.compile(metrics=) | RUN | pc.Evaluator(metrics={"accuracy": pc.metrics.accuracy})
+Model.compile(metrics=) | RUN | pc.Evaluator(metrics=["accuracy"])
+Model.compile(weighted_metrics=) | RUN | pc.metrics.weighted("accuracy")
 Model.fit(x=, y=, batch_size=) | RUN | pc.data.arrays(x, y, 64)
 Model.fit(epochs=) | RUN | pc.State.create(duration="3ep")
 Model.fit(initial_epoch=) | RUN | none: the state knows its epoch
@@ -219,10 +220,14 @@ Model.fit(validation_split=) | RUN | pc.data.split(x, y, 0.2, seed=0)
 Model.fit(shuffle=) | RUN | pc.data.arrays(x, y, 64, shuffle=False)
 Model.fit(verbose=) | RUN | pc.fit(observers=[pc.observers.Progress()])
 Model.fit(class_weight=) | RUN | pc.losses.CrossEntropy(weight=[1.0, 5.0])
+Model.fit(sample_weight=) | RUN | pc.State.create(weight_field=2)
 SparseCategoricalCrossentropy, CategoricalCrossentropy | pc.losses.cross_entropy; of logits
 BinaryCrossentropy | pc.losses.binary_cross_entropy; of logits
 MeanSquaredError | pc.losses.mse
 SparseCategoricalAccuracy, CategoricalAccuracy | pc.metrics.accuracy
+BinaryAccuracy | pc.metrics.binary_accuracy
+F1Score | pc.metrics.f1(10)
+MeanAbsoluteError | pc.metrics.mae
 TopKCategoricalAccuracy, SparseTopKCategoricalAccuracy | pc.metrics.top_k(5)
 CosineDecay | pc.schedule.cosine
 CosineDecayRestarts | pc.schedule.cosine_warm_restarts
