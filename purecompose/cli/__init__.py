@@ -21,7 +21,7 @@ from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, 
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
 from purecompose.cli.processes import reporting
-from purecompose.cli.reports import plot, report
+from purecompose.cli.reports import plot, report, runs
 from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, load_run as load_run, local_copy, predict
 from purecompose.cli.settings import meant_setting
 from purecompose.cli.training import RunError, train
@@ -172,6 +172,7 @@ _COMMANDS: dict[str, Callable[..., int | None]] = {
         train,
         evaluate,
         predict,
+        runs,
         report,
         plot,
         replay,

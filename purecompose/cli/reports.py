@@ -1,20 +1,26 @@
 """Pages, pictures and tables of runs: the commands `report`, `plot` and `runs`."""
 
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
+from purecompose._support.files import to_json
 from purecompose._support.messages import say
-from purecompose.cli.options import File, Run, UsageError, check_target, one_line
+from purecompose._support.tables import table
+from purecompose.cli.options import File, Folder, Run, Shown, UsageError, check_target, one_line
 from purecompose.cli.results import KeptRun, Which, at_checkpoint
 from purecompose.cli.setup import arithmetic_of
 from purecompose.data import ImageData
 from purecompose.errors import CheckpointError
-from purecompose.records import Predictions, draw_curves, read_run, write_report
+from purecompose.observers.progress import describe_seconds
+from purecompose.records import Predictions, draw_curves, list_runs, read_run, write_report
+from purecompose.records.report import number
 from purecompose.run.evaluation import predict
 
 
@@ -71,7 +77,7 @@ def _reported() -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         text = one_line(error)
-        for prefix in ("read_run: ", "draw_curves: ", "write_report: "):
+        for prefix in ("read_run: ", "draw_curves: ", "write_report: ", "list_runs: "):
             text = text.removeprefix(prefix)
         raise UsageError(text) from error
 
@@ -96,3 +102,52 @@ def plot(
     with _reported():
         draw_curves([read_run(Path(path)) for path in runs], Path(out), x=x)
     say(f"the curves of {len(runs)} run{'s' * (len(runs) > 1)} in {out}")
+
+
+def runs(
+    folder: Folder = "runs",
+    *,
+    sort: Annotated[str, Shown("NAME")] | None = None,
+    where: list[Annotated[str, Shown("CONDITION")]] = [],  # noqa: B006  (argparse copies it)
+    json: bool = False,
+) -> None:
+    """List the runs in a folder: their progress, metrics and the settings that differ.
+
+    Args:
+        folder: The folder; its subfolders are searched.
+        sort: Metric, from the best to the worst, or setting; -NAME reverses it (default: the newest first).
+        where: Only runs for which this holds, as optimizer.lr<0.1; several must all hold.
+        json: Print one line of JSON per run.
+
+    Examples:
+        python -m purecompose runs runs --sort eval/accuracy --where "optimizer.lr<0.1" --where status=finished
+    """
+    with _reported():
+        rows = list_runs(folder, sort=sort, where=where)
+    if json:
+        for row in rows:
+            say(dumps(to_json(row)))
+        return
+    if not rows:
+        say(f"no runs in {folder}{' for which this holds' if where else ''}")
+        return
+    metrics = list(dict.fromkeys(name for row in rows for name in row["best"]))
+    settings = [{"algorithms": ",".join(row["algorithms"]), **row["settings"]} for row in rows]
+    names = list(dict.fromkeys(name for one in settings for name in one))
+    differing = [name for name in names if len({str(one.get(name)) for one in settings}) > 1]
+    head = ["run", "status", "done", *(f"{name} (best)" for name in metrics), "time", "started", "settings that differ"]
+    own = [{name: one[name] for name in differing if name in one} for one in settings]
+    width = shutil.get_terminal_size((110, 24)).columns  # a wide one has room for the settings
+    say(table(head, [_cells(row, metrics, one) for row, one in zip(rows, own, strict=True)], width=width))
+
+
+def _cells(row: Mapping[str, Any], metrics: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    known = [name for name in metrics if name in row["best"]]
+    values = {name: f"{number(row['metrics'].get(name), name)} ({number(row['best'][name], name)})" for name in known}
+    own = "; ".join(f"{name}={value}" for name, value in settings.items())
+    done = "-" if row["progress"] is None else f"{row['progress']:.0%}"
+    return [
+        *(row["name"], row["status"], done),
+        *(values.get(name, "-") for name in metrics),
+        *(describe_seconds(row["seconds"]), row["started"][:16].replace("T", " "), own.replace(",", ", ")),
+    ]

@@ -9,6 +9,7 @@ from purecompose._support.exports import publish
 from purecompose.records.curves import draw_curves as draw_curves
 from purecompose.records.folder import RunFolder as RunFolder
 from purecompose.records.layout import Kept as Kept, RunRecords as RunRecords, Start as Start, read_run as read_run
+from purecompose.records.listing import list_runs as list_runs
 from purecompose.records.predictions import Mistake as Mistake, Predictions as Predictions
 from purecompose.records.report import write_report as write_report
 

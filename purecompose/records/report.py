@@ -21,6 +21,7 @@ from markupsafe import Markup
 from purecompose._support.tables import Toned, breakable, columns, printable
 from purecompose.observers.progress import describe_seconds
 from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, runs_of, write_text
+from purecompose.records.listing import status_of
 from purecompose.records.predictions import Predictions
 from purecompose.records.series import (
     AXES,
@@ -149,16 +150,6 @@ def _grouped(names: Sequence[str], texts: Sequence[str]) -> list[tuple[str, str]
     for name, text in zip(names, texts, strict=True):
         found.setdefault(text, []).append(name)
     return [("" if len(owners) == len(names) else ", ".join(owners), text) for text, owners in found.items() if text]
-
-
-def status_of(run: RunRecords) -> tuple[str, str]:
-    """Return the status of the run, and its class in the style sheet."""
-    if not run.starts:
-        return "not started", "faint"
-    outcome = run.starts[-1].outcome
-    if outcome == RUNNING:
-        return "running or killed", "faint"
-    return (outcome, "good") if outcome == FINISHED else (outcome if outcome.startswith(FINISHED) else "stopped", "bad")
 
 
 def _summary(run: RunRecords) -> str:

@@ -252,6 +252,23 @@ def test_a_report_shows_runs_and_their_mistakes(run: Run) -> None:
     assert status == 2 and "report: error: there is no folder nowhere" in err
 
 
+def test_the_runs_of_a_folder_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run("runs") == (2, "", "python -m purecompose runs: error: there is no folder runs\n")
+    for seed in ("0", "1"):
+        run("train", *SMALL, "--seed", seed, "--set", f"optimizer.lr=0.0{seed}1", "--out", f"runs/{seed}")
+    status, out, _ = run("runs", "--sort", "optimizer.lr")
+    head, _, first, second = out.splitlines()
+    assert status == 0 and head.split()[:3] == ["run", "status", "done"] and "eval/accuracy (best)" in head
+    assert first.startswith("0 ") and "100%" in first and "seed=0" in first and "lr=0.001" in first
+    assert second.startswith("1 ") and "digits" not in out
+    status, out, _ = run("runs", "--where", "optimizer.lr>0.005", "--json")
+    assert status == 0 and json.loads(out)["name"] == "1"
+    assert run("runs", "--where", "seed=5")[:2] == (0, "no runs in runs for which this holds\n")
+    status, _, err = run("runs", "--where", "sed=5")
+    assert status == 2 and "did you mean 'seed'" in err
+
+
 @pytest.mark.slow
 def test_a_run_shows_its_plan(run: Run) -> None:
     run("train", *SMALL, "--algorithms", "label_smoothing(smoothing=0.3)", "--out", "a")

@@ -1,0 +1,187 @@
+"""The runs of a folder as rows: their status, settings and metrics, sorted and filtered."""
+
+import contextlib
+import math
+import operator
+import os
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from purecompose import metrics
+from purecompose._support import specs
+from purecompose.records.layout import CONFIG, FINISHED, HISTORY, RUNNING, RunRecords, flat, read_run
+from purecompose.records.series import evaluation_columns, places
+from purecompose.time import Time, TimeUnit
+
+
+_COMPARED = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "==": operator.eq,
+    "=": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_CONDITION = re.compile(r"\s*([^<>=!]+?)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
+_COUNTED = {
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.BATCH: "batch",
+    TimeUnit.SAMPLE: "time/sample",
+    TimeUnit.TOKEN: "time/token",
+}
+
+
+def list_runs(
+    folder: str | os.PathLike[str], *, sort: str | None = None, where: str | Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the runs in a folder and its subfolders, the newest first, as rows of a table.
+
+    Conditions and `sort` know a row's entries, settings, metrics by their names, `best.NAME`, and the arguments of
+    calls as in `--set`: `optimizer.lr` of "adam(lr=0.01)", and `mixup.alpha` of an algorithm.
+
+    Args:
+        folder: The folder.
+        sort: Name to sort by: metrics from the best to the worst, others in ascending order; "-NAME" reverses it. Runs
+            without it come last.
+        where: Conditions that must all hold: a name, one of < <= > >= = !=, and a number or a text, as in
+            "optimizer.lr<0.1". A run without the name is left out.
+
+    Returns:
+        A dict for each run: `name` (its path in the folder), `status`, `progress` (the part of its duration that is
+        done, from 0 to 1; `None` if unknown), `batches`, `started` (in ISO 8601), `seconds`, `algorithms`, `settings`,
+        `metrics` (the last ones) and `best` (of metrics of which it is known whether lower is better).
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: A condition cannot be read or compares a text with a number; no run has a name; or a file of a run
+            is damaged.
+
+    Example::
+
+        list_runs("runs", sort="eval/accuracy", where="optimizer.lr<0.1")
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise FileNotFoundError(f"list_runs: there is no folder {root}")
+    folders = sorted(path.parent for path in root.rglob(CONFIG) if (path.parent / HISTORY).exists())
+    rows = [_row(read_run(path), path.relative_to(root).as_posix()) for path in folders]
+    for condition in [where] if isinstance(where, str) else where:
+        rows = _filtered(rows, condition)
+    rows.sort(key=lambda row: row["started"], reverse=True)
+    if sort is None or not rows:
+        return rows
+    name = sort.removeprefix("-")
+    found = [(_number(value), row) for value, row in zip(_values(rows, name), rows, strict=True)]
+    known = [pair for pair in found if pair[0] is not None]
+    known.sort(key=lambda pair: (isinstance(pair[0], str), pair[0]), reverse=_is_higher_better(name) != (name != sort))
+    return [row for _, row in [*known, *(pair for pair in found if pair[0] is None)]]
+
+
+def status_of(run: RunRecords) -> tuple[str, str]:
+    """Return the status of the run, and its class in the style sheet."""
+    if not run.starts:
+        return "not started", "faint"
+    outcome = run.starts[-1].outcome
+    if outcome == RUNNING:
+        return "running or killed", "faint"
+    return (outcome, "good") if outcome == FINISHED else (outcome if outcome.startswith(FINISHED) else "stopped", "bad")
+
+
+def _row(run: RunRecords, name: str) -> dict[str, Any]:
+    best: dict[str, float] = {}
+    for column in dict.fromkeys(evaluation_columns(run.records)):
+        lower = metrics.is_lower_better(column)
+        values = [value for record in run.records if isinstance(value := _number(record.get(column)), float)]
+        if lower is not None and values:
+            best[column] = min(values) if lower else max(values)
+    return {
+        "name": name,
+        "status": status_of(run)[0],
+        "progress": _progress(run),
+        "batches": max((start.until for start in run.starts), default=0),
+        "started": run.starts[0].started if run.starts else "",
+        "seconds": run.seconds,
+        "algorithms": run.trained.get("algorithms", []),
+        "settings": flat(run.config),
+        "metrics": run.last_metrics,
+        "best": best,
+    }
+
+
+def _progress(run: RunRecords) -> float | None:
+    duration = run.trained.get("duration")
+    whole = None if duration is None else Time.of(duration)
+    if whole is None or whole.unit not in _COUNTED or not run.records:
+        return None
+    return min(places(run, _COUNTED[whole.unit])[-1] / whole.value, 1.0)
+
+
+def _number(value: Any) -> Any:
+    """Return a value to compare: of a population the median; `None` for what is not known."""
+    if isinstance(value, list):
+        finite = [one for one in value if isinstance(one, int | float) and math.isfinite(one)]
+        return float(statistics.median(finite)) if finite else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None if value is None else str(value)
+    return float(value) if math.isfinite(value) else None
+
+
+def _is_higher_better(name: str) -> bool:
+    return metrics.is_lower_better(name) is False
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """Return the value that each row has by a name; an error if none has it."""
+    known = [dict(_entries(row)) for row in rows]
+    specs.check_name(name, dict.fromkeys(key for one in known for key in one), "setting or metric")
+    return [one.get(name) for one in known]
+
+
+def _entries(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield all values of a row by the names that conditions know; of equal names, the last counts."""
+    yield from row["metrics"].items()
+    for name, value in row["settings"].items():
+        if isinstance(value, str) and "(" in value:
+            yield from _arguments(value, f"{name}.")
+        yield name, value
+    for text in row["algorithms"]:
+        yield from _arguments(text)
+    yield from ((f"best.{name}", value) for name, value in row["best"].items())
+    yield from ((name, value) for name, value in row.items() if not isinstance(value, dict | list))
+
+
+def _arguments(text: str, prefix: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a call under the name of its setting, or without one under its own."""
+    with contextlib.suppress(specs.SpecError):  # a text with parentheses
+        for call in specs.parse(text):
+            yield from ((f"{prefix or f'{call.name}.'}{name}", value) for name, value in call.kwargs.items())
+
+
+def _filtered(rows: list[dict[str, Any]], condition: str) -> list[dict[str, Any]]:
+    parts = _CONDITION.fullmatch(condition)
+    if parts is None:
+        raise ValueError(f"list_runs: where: expected a condition such as 'optimizer.lr<0.1', got {condition!r}")
+    name, sign, text = parts.groups()
+    if not rows:
+        return rows
+    return [row for row, value in zip(rows, _values(rows, name), strict=True) if _holds(name, value, sign, text)]
+
+
+def _holds(name: str, value: Any, sign: str, text: str) -> bool:
+    found: Any = _number(value)
+    if found is None:
+        return False
+    try:
+        wanted: Any = float(text) if isinstance(found, float) else text.lower()
+    except ValueError:
+        wanted = text
+    found = found.lower() if isinstance(found, str) else found
+    if sign[0] in "<>" and not (isinstance(found, float) and isinstance(wanted, float)):
+        raise ValueError(
+            f"list_runs: where: {name}{sign}{text}: {value!r} and {text!r} are not two numbers; use = or !="
+        )
+    return _COMPARED[sign](found, wanted)
