@@ -94,6 +94,23 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "the stage computes its loss itself, so another loss cannot take its place",
         "use the stage `loss`, or a Stage(..., sets_loss=True) that calls state.context.loss",
     ),
+    ("lbfgs", "compile"): Refusal(
+        "numbers decide in each iteration how it goes on",
+        "leave the step uncompiled: a step is many evaluations anyway",
+    ),
+    ("lbfgs", "a population, and gradients through steps"): Refusal(
+        "numbers decide in each iteration how it goes on, and they differ among members",
+        "train members one by one (unstack_states), or use another optimizer",
+    ),
+    ("lbfgs", "fully_sharded"): Refusal("it takes products of whole gradients", "use data_parallel"),
+    ("lbfgs", "optimizers around it"): Refusal(
+        "they change gradients or parameters in one of many evaluations only",
+        "leave out by_pattern, and methods such as skip_nonfinite and decoupled_weight_decay",
+    ),
+    ("lbfgs", "methods that change gradients"): Refusal(
+        "later evaluations of a step compute the gradient of the loss",
+        "leave them out, or add what they do to the loss",
+    ),
     (_GRAPHS, "donate=False"): Refusal("a CUDA graph needs the new values in the old memory", "leave out donate=False"),
     (_GRAPHS, "dynamic"): Refusal("a CUDA graph has fixed sizes", "leave out dynamic"),
     (_GRAPHS, "microbatches"): Refusal("slices are cut and averaged on the host", "leave the mode out"),

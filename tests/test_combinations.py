@@ -3,8 +3,10 @@
 import pathlib
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +24,9 @@ RANKS = Ranks("nowhere", 0, 2)
 BATCH = torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
 
 
-def new_state(net: nn.Module | None = None) -> State:
-    net = net or nn.Linear(3, 2)
-    return State.create(
-        net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), duration="1ep", batches_per_epoch=2
-    )
+def new_state(net: nn.Module | None = None, optimizer: Any = None) -> State:
+    net, optimizer = net or nn.Linear(3, 2), optimizer or pc.optim.sgd(0.1)
+    return State.create(net, loss=pc.losses.cross_entropy, optimizer=optimizer, duration="1ep", batches_per_epoch=2)
 
 
 def host(event: Event, match: Any = None) -> Algorithm:
@@ -51,8 +51,13 @@ def of(gradient: Any, *methods: Algorithm) -> pc.Step:
     return compose(around, methods)
 
 
-def run(step: pc.Step) -> State:
-    return step(step.init(new_state()), BATCH)
+def run(step: pc.Step, optimizer: Any = None) -> State:
+    return step(step.init(new_state(optimizer=optimizer)), BATCH)
+
+
+def of_shards() -> None:
+    with mock.patch.object(sys.modules["purecompose.optim.lbfgs"], "is_shard", lambda tensor: True):
+        run(ONE_STEP, BFGS)
 
 
 def shared(step: pc.Step) -> pc.Step:
@@ -103,6 +108,7 @@ AT_VALUES = host(Event.BATCH_END, lambda event, state: event is Event.BATCH_END)
 ONE_STEP = compose(loop_events)
 SLICED, TWICE = loop.Microbatches, with_attributes(denominators=lambda state: 1.0)
 COUNTING = with_attributes(num_terms=lambda state: 1)
+BFGS = pc.optim.lbfgs(max_iter=2, history_size=2)
 LAYERS, GRAPHS = 'fully_sharded(gather="layer")', 'compile(mode="reduce-overhead")'
 TRIALS: dict[tuple[str, str], Callable[[], Any]] = {
     ("a population", "another population"): lambda: pc.population(pc.population(ONE_STEP, 2), 2),
@@ -140,6 +146,13 @@ TRIALS: dict[tuple[str, str], Callable[[], Any]] = {
         of(SLICED(loop.Grad(COUNTING, Event.AFTER_LOSS)), alg.gradient_accumulation(2))
     ),
     ("state.gradients(of=...)", "a loss in a stage of your own"): lambda: run(of(loop.Grad(own), LOOK)),
+    ("lbfgs", "compile"): lambda: run(pc.compile(ONE_STEP, backend="eager", quiet=True), BFGS),
+    ("lbfgs", "a population, and gradients through steps"): lambda: pc.population(ONE_STEP, 2)(
+        pc.stack_states([new_state(optimizer=BFGS)] * 2), BATCH
+    ),
+    ("lbfgs", "optimizers around it"): lambda: run(compose(loop_events, [alg.skip_nonfinite()]), BFGS),
+    ("lbfgs", "fully_sharded"): of_shards,
+    ("lbfgs", "methods that change gradients"): lambda: run(compose(loop_events, [alg.sam(0.5)]), BFGS),
     (GRAPHS, "donate=False"): lambda: recorded(ONE_STEP, donate=False),
     (GRAPHS, "dynamic"): lambda: recorded(ONE_STEP, dynamic="all"),
     (GRAPHS, "microbatches"): lambda: recorded(compose(loop_events, microbatch_size=4)),

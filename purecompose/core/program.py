@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._support.internals import is_fake, is_transforming
 from purecompose._support.messages import warn
 from purecompose.combinations import unsupported
 from purecompose.core.contract import Contract
@@ -140,8 +141,9 @@ class Update:
         # Only the optimizer holds the gradients during its update: their memory is free as soon as it drops them.
         given = [grads]
         del grads
-        update = lambda: state.optimizer.update(given.pop(), state.opt_state, state.params, state.scalar)  # noqa: E731
         try:
+            more = _evaluation(state, given[0], purpose)
+            update = lambda: state.optimizer.update(given.pop(), state.opt_state, state.params, state.scalar, **more)  # noqa: E731
             params, opt_state = update() if purpose.watch is None else purpose.watch.run_update(state, update)
         except Exception as error:
             error.add_note(f"in the update of the optimizer {state.optimizer!r}")
@@ -174,6 +176,17 @@ class Update:
 
     def __repr__(self) -> str:
         return "update" if self.wrt is None else f"update(wrt={self.wrt!r})"
+
+
+def _evaluation(state: State, grads: dict[str, Tensor], purpose: Purpose) -> dict[str, Any]:
+    """Return the arguments of an optimizer that evaluates the loss; see `optim.Optimizer`."""
+    if not getattr(state.optimizer, "evaluates", False):
+        return {}
+    if purpose.watch is not None and not is_transforming() and not is_fake(state.key):
+        found, _ = state.gradient(state.params)
+        if not all(torch.allclose(grad, found[name], rtol=1e-3, equal_nan=True) for name, grad in grads.items()):
+            raise unsupported("lbfgs", "methods that change gradients", repr(state.optimizer))
+    return {"loss": state.loss, "gradient": state.gradient}
 
 
 def as_nodes(given: Iterable[Any]) -> Program:

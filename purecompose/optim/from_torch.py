@@ -239,8 +239,8 @@ def _check_class(optimizer: Any) -> None:
     if closure is not None and closure.default is closure.empty:
         raise TypeError(
             f"from_torch({_name(optimizer)}): it evaluates the loss several times in a step, by a closure, but "
-            "here gradients are computed once, before the update; a method at Event.AFTER_TRAIN_BATCH can evaluate it "
-            "by state.gradient(params)"
+            "here gradients are computed once, before the update: use optim.lbfgs, which is equal to LBFGS, or a "
+            "method at Event.AFTER_TRAIN_BATCH, which can evaluate the loss by state.gradient(params)"
         )
     if issubclass(optimizer, torch.optim.SparseAdam):
         raise TypeError(

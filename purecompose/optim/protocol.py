@@ -25,6 +25,10 @@ class Optimizer(Protocol):
     """The pair of pure functions that the step calls; hashable, and equal by value: a frozen dataclass.
 
     Its settings are fields, so that schedules and hparams among them are found; `update` reads these by `value`.
+
+    An optimizer that evaluates the loss several times in a step, such as `lbfgs`, has an attribute `evaluates`, which
+    is true. Its `update` has two more keywords: `loss`, the loss at `params`, and `gradient`, a function from all
+    parameters to their gradients and the loss.
     """
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
