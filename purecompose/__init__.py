@@ -45,6 +45,7 @@ from purecompose.run.rules import (
     ReduceOnPlateau as ReduceOnPlateau,
     Threshold as Threshold,
 )
+from purecompose.run.train import train as train
 from purecompose.saving import Checkpoints as Checkpoints, load as load, save as save
 from purecompose.schedule import hparam as hparam
 from purecompose.surgery.weights import to_module as to_module

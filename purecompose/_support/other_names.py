@@ -115,7 +115,7 @@ DiceLoss | pc.State.create(loss=dice); any function (outputs, targets) is a loss
 _COMPOSER_TRAINER = """
 Trainer | pc.fit(step, state, train)
 Trainer(max_duration=) | RUN | pc.State.create(duration="20ep")
-Trainer(algorithms=) | RUN | pc.compose(pc.loop_events, [pc.algorithms.mixup()])
+Trainer(algorithms=) | RUN | pc.compose([pc.algorithms.mixup()]); or methods= of pc.train
 Trainer(algorithm_passes=) | RUN | pc.compose(passes=[sort_first, *pc.DEFAULT_PASSES])
 Trainer(optimizers=, schedulers=) | RUN | pc.State.create(optimizer=pc.optim.sgd(0.1 * pc.schedule.cosine()))
 Trainer(step_schedulers_every_batch=) | RUN | none: schedules move with every batch
@@ -301,6 +301,7 @@ TrainingArguments(per_device_train_batch_size=, train_batch_size=) | RUN | pc.da
 TrainingArguments(eval_strategy=, eval_steps=) | RUN Evaluator | pc.Evaluator(every="500ba")
 TrainingArguments(save_strategy=, save_steps=) | RUN Checkpoints | pc.Checkpoints(every="500ba")
 TrainingArguments(save_total_limit=) | RUN Checkpoints | pc.Checkpoints(keep=3)
+TrainingArguments(load_best_model_at_end=) | RUN | pc.fit(result="best")
 TrainingArguments(metric_for_best_model=) | RUN Checkpoints | pc.Checkpoints(best="eval/accuracy")
 TrainingArguments(logging_steps=, report_to=) | RUN | pc.fit(observers=[pc.observers.TensorBoard("logs")])
 TrainingArguments(bf16=, fp16=) | RUN | pc.State.create(precision="bf16")

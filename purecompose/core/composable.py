@@ -10,7 +10,7 @@ from purecompose._support.objects import check_hidden
 from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.layout import Cut, Layout
-from purecompose.core.loop import advance
+from purecompose.core.loop import advance, loop_events
 from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
 from purecompose.core.passes import Pass, order_by_constraints
 from purecompose.core.plan import lacking_events
@@ -23,6 +23,37 @@ from purecompose.schedule import collect
 from purecompose.time import Time, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
+
+
+def with_usual_loop(given: Any, algorithms: Any) -> tuple[Any, Any]:
+    """Return the program and the algorithms that `compose` was given: a list of algorithms is run by the usual loop.
+
+    Raises:
+        TypeError: A list has both algorithms and nodes of a program, or there are two lists of algorithms; or something
+            in the program is a factory that has not been called.
+    """
+    if isinstance(given, (Algorithm, Event, str)) or not isinstance(given, Iterable):
+        hint = f"; put a single algorithm into a list, compose([{given}])" if isinstance(given, Algorithm) else ""
+        raise TypeError(f"{given!r} is not a program: a tuple of events, stages and scopes, such as loop_events{hint}")
+    given = tuple(given)
+    for one in given:
+        made = getattr(one, "__annotations__", {}).get("return")
+        if callable(one) and getattr(made, "__name__", made) == "Algorithm":
+            raise TypeError(f"compose: {one.__name__} is a factory: call it, as in compose([{one.__name__}()])")
+    methods = [one for one in given if isinstance(one, Algorithm)]
+    if not methods:
+        return given, algorithms
+    if len(methods) < len(given):
+        raise TypeError(
+            f"compose: {methods[0]} stands in the loop program; algorithms are the second argument, "
+            "compose(loop_events, [...]), or the only one, compose([...])"
+        )
+    if not isinstance(algorithms, tuple) or algorithms:
+        raise TypeError(
+            f"compose: there are two lists of algorithms, of which the first has {methods[0]}: put all into one, "
+            "compose([...]), or give the loop first, compose(loop_events, [...])"
+        )
+    return loop_events, methods
 
 
 def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
@@ -51,8 +82,6 @@ def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
 
 def as_program(given: Iterable[Node | StateFn | str]) -> Program:
     """Return the program, with names of events replaced by the events."""
-    if isinstance(given, (Event, str)) or not isinstance(given, Iterable):
-        raise TypeError(f"{given!r} is not a program: a tuple of events, stages and scopes, such as loop_events")
     program = as_nodes(given)
     num_advances = sum(node == advance for node in walk(program))
     if num_advances > min(program.count(advance), 1):

@@ -33,6 +33,7 @@ from purecompose.core.composable import (
     run_checked,
     warn_of_idle_algorithms,
     warn_of_whole_batches,
+    with_usual_loop,
 )
 from purecompose.core.context import Context, SealedTime, Static
 from purecompose.core.contract import Contract, Observe
@@ -403,7 +404,7 @@ class Step:
 
 @suggests_keywords
 def compose(
-    program: Iterable[Node | StateFn | str],
+    program: Iterable[Node | StateFn | str] | Iterable[Algorithm],
     algorithms: Iterable[Algorithm] = (),
     *,
     passes: Iterable[Pass] = DEFAULT_PASSES,
@@ -413,7 +414,9 @@ def compose(
     """Return a training step from a loop program and algorithms.
 
     Args:
-        program: The loop, such as `loop_events`, or a plain list of events.
+        program: The loop, such as `loop_events`, or a plain list of events. A list of algorithms stands for
+            `loop_events` and these algorithms: `compose([mixup()])` is `compose(loop_events, [mixup()])`. An empty list
+            is an empty program, whose step returns the state that it is given.
         algorithms: The methods, in their order of application unless the passes change it.
         passes: Functions that order the algorithms at each event, applied from left to right.
         microbatches: Number of slices into which `Microbatches` cuts a batch; by default 1.
@@ -425,7 +428,8 @@ def compose(
         `purecompose.testing.conflicts(step.algorithms)` finds algorithms whose order matters but only the list fixes.
 
     Raises:
-        TypeError: An element of the program, the algorithms or the passes has the wrong type.
+        TypeError: An element of the program, the algorithms or the passes has the wrong type; or `program` has both
+            algorithms and nodes, or is a list of algorithms where `algorithms` is one, too.
         ValueError: A name is used twice, an event is on the wrong side of `advance`, there are fewer than one
             microbatch, both a number of microbatches and their size are given, or the program has several
             AFTER_TRAIN_BATCH and a method that collects gradients.
@@ -441,7 +445,8 @@ def compose(
         >>> compose(loop_events)
         Step(no algorithms)
     """
-    nodes, chosen, ordering = as_program(program), as_algorithms(algorithms), as_passes(passes)
+    given, methods = with_usual_loop(program, algorithms)
+    nodes, chosen, ordering = as_program(given), as_algorithms(methods), as_passes(passes)
     check_collects_once(nodes, chosen)
     cut = Cut.checked(microbatches, microbatch_size, "compose")
     cut = _WHOLE if cut == (None, None) else cut

@@ -15,7 +15,7 @@ from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.loaders import StateStream, check_batches
-from purecompose.run.evaluation import Evaluator, check_other_data, warn_of_missing_terms
+from purecompose.run.evaluation import Evaluator, Observer, check_other_data, warn_of_missing_terms
 from purecompose.run.outer import Settings
 from purecompose.run.rules import BestState, EarlyStopping, mode_of, with_modes
 from purecompose.run.saving.selection import Checkpoints
@@ -52,6 +52,11 @@ def _several(given: Any, role: str, example: str, is_right: Callable[[Any], bool
     return members
 
 
+def as_observers(given: Any) -> tuple[Observer, ...]:
+    """Return one or several observers as a tuple."""
+    return _several(given, "observers", "a function (event, state) -> None", lambda one: is_callable_with(one, 2))
+
+
 _RULE = ("metric", "name", "init", "see")
 
 
@@ -70,8 +75,7 @@ def checked_settings(step: Step, state: State, evaluate: Any, observers: Any, st
             "another label, as in Evaluator(validation_batches, metrics, label='validation')"
         )
     warn_of_missing_terms(evaluators, state, step)
-    example = "a function (event, state) -> None"
-    observers = _several(observers, "observers", example, lambda one: is_callable_with(one, 2))
+    observers = as_observers(observers)
     example = f'EarlyStopping("eval/loss") or a rule with {", ".join(_RULE)} and is_over'
     stoppers = _several(stop, "stop", example, lambda one: _is_rule(one) and hasattr(one, "is_over"))
     if stoppers and state.key.ndim > 1:

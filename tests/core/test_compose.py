@@ -41,7 +41,20 @@ WHOLE_NUMBER = "microbatches: expected an int >= 1, got"
         ((loop_events, ["mixup"]), {}, TypeError, STRANGER),
         ((loop_events,), {"passes": ["filo"]}, TypeError, "is not a pass"),
         (([Event.BATCH_START, 3],), {}, TypeError, "neither an event, a stage"),
-        (([alg.mixup(0.2)],), {}, TypeError, r"the second argument, compose\(loop_events, \[\.\.\.\]\)"),
+        ((alg.mixup(0.2),), {}, TypeError, r"put a single algorithm into a list, compose\(\[mixup\(alpha=0.2"),
+        (([alg.mixup],), {}, TypeError, r"mixup is a factory: call it, as in compose\(\[mixup\(\)\]\)"),
+        (
+            ([alg.mixup(0.2), *loop_events],),
+            {},
+            TypeError,
+            r"mixup.* stands in the loop program; algorithms are the se",
+        ),
+        (([alg.mixup(0.2), "batch_start"],), {}, TypeError, r"second argument, compose\(loop_events, \[\.\.\.\]\), or"),
+        (([alg.mixup(0.2)], [alg.ema()]), {}, TypeError, "two lists of algorithms, of which the first has mixup"),
+        (([alg.mixup(0.2)], []), {}, TypeError, "two lists of algorithms"),
+        ((loop_events, alg.mixup(0.2)), {}, TypeError, "put a single one into a list"),
+        (("batch_start",), {}, TypeError, "is not a program"),
+        ((3,), {}, TypeError, "is not a program"),
         ((["batch_strat"],), {}, ValueError, "no event is called 'batch_strat'; did you mean 'batch_start'"),
         (([*loop_events[:-1], advance],), {}, ValueError, "put `advance` into the program once"),
         (([advance, Event.BATCH_START],), {}, ValueError, "BATCH_START belongs before the program's advance"),
@@ -55,6 +68,17 @@ WHOLE_NUMBER = "microbatches: expected an int >= 1, got"
 def test_wrong_arguments_are_rejected(arguments, options, error, words):
     with pytest.raises(error, match=words):
         compose(*arguments, **options)
+
+
+@pytest.mark.parametrize("make", [list, tuple, iter])
+def test_a_list_of_algorithms_stands_for_the_usual_loop(make):
+    """With all other arguments as usual, and to the same bits."""
+    algorithms = [noise(), decay()]
+    short, long = compose(make(algorithms), microbatches=2), compose(loop_events, algorithms, microbatches=2)
+    assert short.program == long.program and short.algorithms == long.algorithms and repr(short) == repr(long)
+    state, batches = make_state(make_mlp(dropout=0.3)), make_batches(3)
+    assert_same(run_steps(short, short.init(state), batches), run_steps(long, long.init(state), batches))
+    assert compose([]).program == ()
 
 
 def test_a_step_prints_and_is_replaced():
