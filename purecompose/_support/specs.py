@@ -3,8 +3,8 @@
 A name may have a module in front, `my_module:name`.
 
 A text is a list of names separated by commas, each with or without arguments in parentheses. Arguments are
-literals: numbers, quoted strings, True, False, None, and tuples, lists and dicts of these. A time such as `0.1dur`
-needs no quotes.
+literals: numbers, quoted strings, True, False, None, and tuples, lists and dicts of these; or calls, as in
+`sometimes(mixup(), 0.5)`. A time such as `0.1dur` needs no quotes.
 """
 
 import ast
@@ -37,17 +37,23 @@ class SpecError(ValueError):
     """A text contains an unknown name, or arguments that its factory does not accept; the message is one line."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Call:
-    """A name with literal arguments; `str` returns a text that parses to the same call."""
+    """A name with arguments, literals or calls; `str` returns a text that parses to the same call."""
 
     name: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
         return f"{self.name}({', '.join(arguments)})"
+
+    @property
+    def names(self) -> set[str]:
+        """Its name, and those of the calls among its arguments."""
+        inner = (value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Call))
+        return {self.name}.union(*(call.names for call in inner))
 
 
 def parse(text: str) -> tuple[Call, ...]:
@@ -109,8 +115,13 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
     check_name(call.name, factories, kind)
     factory = factories[call.name]
     _check_arguments(call, inspect.signature(factory))
+
+    def value(given: Any) -> Any:
+        return build(given, factories, kind) if isinstance(given, Call) else given
+
+    args, kwargs = [value(given) for given in call.args], {name: value(given) for name, given in call.kwargs.items()}
     try:
-        return factory(*call.args, **call.kwargs)
+        return factory(*args, **kwargs)
     except (TypeError, ValueError) as error:
         message = str(error)
         named = message if message.startswith(call.name) else f"{call.name}: {message}"
@@ -201,6 +212,8 @@ def _call(node: ast.expr) -> Call:
 
 
 def _literal(node: ast.expr, role: str) -> Any:
+    if isinstance(node, ast.Call):
+        return _call(node)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError) as error:

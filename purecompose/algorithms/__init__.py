@@ -14,6 +14,15 @@ from purecompose.algorithms._augmix import augmix as augmix
 from purecompose.algorithms._batch_size_warmup import batch_size_warmup as batch_size_warmup
 from purecompose.algorithms._channels_last import channels_last as channels_last
 from purecompose.algorithms._colout import colout as colout
+from purecompose.algorithms._combined import (
+    COMBINED as COMBINED,
+    chain as chain,
+    during as during,
+    every as every,
+    named as named,
+    one_of as one_of,
+    sometimes as sometimes,
+)
 from purecompose.algorithms._convolutions import (
     blurpool as blurpool,
     squeeze_excite as squeeze_excite,
@@ -116,3 +125,6 @@ FACTORIES: dict[str, Callable[..., Algorithm]] = {
     name: factory for name, factory in sorted((made.__name__, made) for group in GROUPS.values() for made in group)
 }
 """Map from the name of each factory to the factory, for choosing methods by name, as the command line does."""
+
+BY_NAME: dict[str, Callable[..., Algorithm]] = {**FACTORIES, **COMBINED}
+"""The factories, and the functions that make methods of methods, by name."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from purecompose import analysis
 from purecompose._support import specs
 from purecompose._support.messages import say
-from purecompose.algorithms import FACTORIES
+from purecompose.algorithms import BY_NAME
 from purecompose.analysis import RecordedRun, predicates
 from purecompose.analysis.sweeping import with_named_rate
 from purecompose.cli.options import Folder, Number, Run, Shown, Time, UsageError, one_line, reported_as
@@ -277,16 +277,16 @@ def _with_named_argument(step: Step, name: str) -> tuple[Step, Hparam]:
     """Return the step in which an argument of a method is a named scalar, and the scalar."""
     owner, _, argument = name.partition(".")
     methods = {method.name: method for method in step.algorithms}
-    known = [one for one in methods if one in FACTORIES]
+    known = [one for one in methods if one in BY_NAME]
     if owner not in known:
         there = ", ".join(["lr", "optimizer.ARGUMENT", *(f"{one}.ARGUMENT" for one in known)])
         raise ValueError(f"{name}: there is no such setting in this run; there are {there}")
-    call = specs.by_name(specs.parse_one(repr(methods[owner])), FACTORIES)
+    call = specs.by_name(specs.parse_one(repr(methods[owner])), BY_NAME)
     if argument not in call.kwargs:
         raise ValueError(f"{name}: {owner} has the arguments {', '.join(call.kwargs)}")
     scalar = _named(name, call.kwargs[argument])
     changed = dataclasses.replace(call, kwargs={**call.kwargs, argument: scalar})
-    methods[owner] = specs.build(changed, FACTORIES, "algorithm")
+    methods[owner] = specs.build(changed, BY_NAME, "algorithm")
     return step.replace(algorithms=list(methods.values())), scalar
 
 

@@ -23,7 +23,7 @@ from purecompose import losses, optim, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
 from purecompose._support.files import read_whole
-from purecompose.algorithms import FACTORIES
+from purecompose.algorithms import BY_NAME
 from purecompose.algorithms.recipes import RECIPES, recipe
 from purecompose.cli.options import KINDS, File, List, Number, Shown, Time, UsageError, option_of, parts_of, reported_as
 from purecompose.core.algorithm import Algorithm
@@ -405,7 +405,7 @@ class _OwnToo(dict[str, Callable[..., Any]]):
         return (lambda: found) if isinstance(found, Algorithm) else found
 
 
-ALGORITHMS: Mapping[str, Callable[..., Any]] = _OwnToo(FACTORIES)
+ALGORITHMS: Mapping[str, Callable[..., Any]] = _OwnToo(BY_NAME)
 """The factories of algorithms by name, those in modules of the user among them."""
 
 
@@ -433,7 +433,7 @@ def _names(settings: Mapping[str, Any]) -> set[str]:
     for name in _WITH_CODE:
         text = settings.get(name) or ""
         try:
-            found |= {text} if name == "data" else {call.name for call in specs.parse(text)}
+            found |= {text} if name == "data" else set[str]().union(*(call.names for call in specs.parse(text)))
         except specs.SpecError:
             pass  # raises again, with a message, when the setting is used
     return {name for name in found if is_own(name)}

@@ -13,6 +13,7 @@ from purecompose._support.checks import suggests_keywords
 from purecompose.core.state import State
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.schedule.declared import Settings
+from purecompose.time import Time
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Predicate, as_predicate
 
@@ -90,6 +91,7 @@ class Algorithm:
             change shapes.
         config: The settings, for printing and for comparing with a checkpoint.
         reported: The metrics that it measures over batches, by their names in `state.metrics`, for rules that decide.
+        parts: The methods of which it is made, as by `algorithms.one_of`; their slots and draws keep their names.
 
     Raises:
         TypeError, ValueError: `name` is not a non-empty string, `match` or `apply` cannot be called, or a
@@ -111,6 +113,7 @@ class Algorithm:
     host: bool = False
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     reported: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    parts: tuple["Algorithm", ...] = ()
     _made_by: _Call | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +140,11 @@ class Algorithm:
     def predicate(self) -> Predicate:
         """`match` as a predicate."""
         return cast(Predicate, self.match)  # `__post_init__` has made it one
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Its name, and those of its parts: of slots, draws, and in constraints."""
+        return frozenset({self.name}.union(*[part.names for part in self.parts]))
 
     @property
     def hparams(self) -> tuple[Hparam, ...]:
@@ -178,8 +186,10 @@ class Algorithm:
         return _from_fields, ({**given, "config": dict(self.config)},)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{key}={value!r}" for key, value in self.config.items())
-        return f"{self.name}({settings})"
+        given = [(key, value) for key, value in self.config.items() if key not in ("method", "methods")]
+        settings = [f"{key}={(str(value) if isinstance(value, Time) else value)!r}" for key, value in given]
+        name = self._made_by.factory.__name__ if self.parts and self._made_by else self.name
+        return f"{name}({', '.join([*map(repr, self.parts), *settings])})"
 
 
 def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:

@@ -65,7 +65,7 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
                 f"expected an Algorithm, got {shown(algorithm)}; call a factory, as in alg.mixup(alpha=0.2)"
             )
         check_hidden([algorithm.apply, algorithm.match, dict(algorithm.config)], algorithm.name)
-    twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
+    twice = [name for name, count in Counter(name for a in chosen for name in a.names).items() if count > 1]
     if twice:
         raise ValueError(f"two algorithms are named {twice[0]!r}; rename one of them, as in mixup(..., name='other')")
     return chosen

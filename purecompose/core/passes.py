@@ -243,7 +243,7 @@ def precedes(early: Algorithm, late: Algorithm) -> bool:
 
 
 def _refers(references: tuple[str | Trait, ...], algorithm: Algorithm) -> bool:
-    return algorithm.name in references or any(trait in references for trait in algorithm.traits)
+    return not algorithm.names.union(algorithm.traits).isdisjoint(references)
 
 
 def _cycle(stuck: list[Algorithm], earlier: dict[int, list[Algorithm]]) -> str:

@@ -247,6 +247,18 @@ class Mixture:
         """
         return replace(self, targets=tuple(fn(targets) for targets in self.targets))
 
+    def extended(self, num_terms: int, interpolate_loss: bool = False) -> Mixture:
+        """Return the same targets with more terms: the first one again, with weight 0.
+
+        Args:
+            num_terms: The number of terms, at least that of the mixture.
+            interpolate_loss: See the class.
+        """
+        more = num_terms - len(self.weights)
+        zeros = torch.zeros_like(self.weights[0])
+        by_loss = self.interpolate_loss or interpolate_loss
+        return Mixture(self.targets + self.targets[:1] * more, self.weights + (zeros,) * more, by_loss)
+
     def mixed_with(self, permutation: Tensor, weight: Tensor | float, interpolate_loss: bool = False) -> Mixture:
         """Mix each example with a partner; this doubles the terms.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._support import specs
 from purecompose._support.checks import shown
-from purecompose.algorithms import FACTORIES
+from purecompose.algorithms import BY_NAME, named
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import loop_events
@@ -88,17 +88,11 @@ class Subject(NamedTuple):
         return _rebuilt, (self.source, self.algorithm.events)
 
     def renamed(self, name: str) -> Subject | None:
-        """Return the same algorithm with another name; `None` without a source text whose factory accepts a name."""
-        if self.source is None:
+        """Return the same algorithm with another name; `None` if no factory that accepts a name has made it."""
+        try:
+            return Subject(named(self.algorithm, name))
+        except TypeError:
             return None
-        if ":" not in self.source.partition("(")[0]:
-            call = specs.parse_one(self.source)
-            named = dataclasses.replace(call, kwargs={**call.kwargs, "name": name})
-            return Subject(specs.build(named, FACTORIES, "algorithm"))
-        factory = _found(self.source)
-        if isinstance(factory, Algorithm) or "name" not in inspect.signature(factory).parameters:
-            return None
-        return Subject(factory(name=name))
 
     def only_at(self, event: Event) -> Subject:
         """Return the subject with an algorithm that acts only at INIT and at one event."""
@@ -114,7 +108,7 @@ def _rebuilt(source: str, events: tuple[Event, ...]) -> Subject:
 
 
 def _shipped(text: str) -> Algorithm:
-    return specs.build(specs.parse_one(text), FACTORIES, "algorithm")
+    return specs.build(specs.parse_one(text), BY_NAME, "algorithm")
 
 
 def _found(text: str) -> Any:

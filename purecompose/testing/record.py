@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from purecompose import batch as batches, tree
@@ -194,7 +194,7 @@ def compare(
     fields: Sequence[str] = LASTING,
     tolerance: tree.ToleranceLike = 0.0,
     event: Event | None = None,
-    without_slot: str | None = None,
+    without_slots: Collection[str] = (),
 ) -> None:
     """Raise `Broken` for the first leaf in which two states differ.
 
@@ -204,14 +204,16 @@ def compare(
         fields: The fields to compare.
         tolerance: See `tree.differences`.
         event: The event to which they belong, if known.
-        without_slot: Name of a slot that is ignored.
+        without_slots: Names of slots that are ignored.
     """
     for field in fields:
         ours, theirs = getattr(first, field), getattr(second, field)
         if ours is theirs:
             continue
-        if field == "slots" and without_slot is not None:
-            ours, theirs = (_without(slots, without_slot) for slots in (ours, theirs))
+        if field == "slots":
+            ours, theirs = (
+                {name: slots[name] for name in slots if name not in without_slots} for slots in (ours, theirs)
+            )
         if field in ("batch", "outputs"):
             ours, theirs = batches.tensors(ours), batches.tensors(theirs)
         check_equal(ours, theirs, labels, field, event=event, tolerance=tolerance)
@@ -246,7 +248,3 @@ def inserted(program: Sequence[Node], after: Callable[[Node], StateFn | None]) -
             object.__setattr__(node, "body", body)
         nodes += [node] if stage is None else [node, stage]
     return as_nodes(nodes)
-
-
-def _without(slots: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in slots.items() if key != name}

@@ -4,6 +4,7 @@ from purecompose._support.exports import publish
 from purecompose.testing.law import Law
 from purecompose.testing.suite.absence import (
     absent_when_unmatched as absent_when_unmatched,
+    chosen_or_absent as chosen_or_absent,
     draws_keyed as draws_keyed,
     list_position_free as list_position_free,
     neutral_setting as neutral_setting,
@@ -55,6 +56,7 @@ LAWS: tuple[Law, ...] = (
     init_once,
     absent_when_unmatched,
     neutral_setting,
+    chosen_or_absent,
     draws_keyed,
     list_position_free,
     pairs_undone,

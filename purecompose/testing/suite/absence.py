@@ -9,13 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose.algorithms import sometimes
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
+from purecompose.errors import FormError
 from purecompose.random import Rng, draws as sources, salt
 from purecompose.testing.case import Case, Subject, bystander
-from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.law import Broken, acts_in_step, define_law, never_acts
 from purecompose.testing.record import LASTING, Act, Watched, after_batch, begun, changed_context, compare
+from purecompose.testing.suite.agreement import at_best_precision, rounding
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
@@ -53,9 +56,9 @@ def absent_when_unmatched(subject: Subject, case: Case) -> bool:
     ours, theirs = plain_step.init(case.state().with_hparams(subject.algorithm.hparams)), idle_step.init(start)
     fields = LASTING if changed_context(start, theirs) is None else _WITHOUT_MODEL
     labels = ("without the algorithm", "with it, acting at INIT only")
-    compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slot=subject.name)
+    compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slots=subject.algorithm.names)
     ours, theirs = plain_step(ours, case.batch(0)), idle_step(theirs, case.batch(0))
-    compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slot=subject.name)
+    compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slots=subject.algorithm.names)
     _check_unmatched(subject, case, plain_step)
     return subject.algorithm.predicate != NEVER
 
@@ -87,10 +90,10 @@ def neutral_setting(subject: Subject, case: Case) -> bool:
     ours = plain_step.init(case.state().with_hparams(subject.algorithm.hparams))
     theirs = step.init(case.state())
     labels = ("without the algorithm", "with neutral settings")
-    compare(ours, theirs, labels, event=Event.INIT, without_slot=subject.name)
+    compare(ours, theirs, labels, event=Event.INIT, without_slots=subject.algorithm.names)
     for batch in case.batches():
         ours, theirs = plain_step(ours, batch), after_batch(step, theirs, batch)
-        compare(ours, _with_metrics_of(ours, theirs), labels, without_slot=subject.name)
+        compare(ours, _with_metrics_of(ours, theirs), labels, without_slots=subject.algorithm.names)
     return True
 
 
@@ -101,6 +104,40 @@ def _with_metrics_of(reference: State, state: State) -> State:
 
 # Two batches are enough for laws about neighbours.
 _FEW = 2
+
+
+@define_law(
+    "algorithms.sometimes with probability 1 is the algorithm, and with probability 0 the step without it",
+    "let apply return the same structure, shapes and dtypes whatever the values are, and change only what follows from "
+    "what it is given in the same step",
+    exempt=lambda algorithm: None if acts_in_step(algorithm) else "it acts outside of training steps only",
+    idle="it changes shapes, so its result cannot be chosen by element",
+)
+@at_best_precision
+def chosen_or_absent(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    """Compare a few steps, within rounding: targets that are not mixed become a mixture of one term and zeros.
+
+    Its own slots and metrics may differ where it is not chosen.
+    """
+    method = subject.algorithm
+    if method.host:
+        return False
+    names, batches = method.names, case.batches(dtype)[:_FEW]
+    start = case.state(dtype=dtype).with_hparams(method.hparams)
+    for p, other in ((1.0, [method]), (0.0, [])):
+        step, plain = case.step(sometimes(method, p)), case.step(*other)
+        ours, theirs = begun(step, start), begun(plain, start)
+        if p == 0 and changed_context(ours, theirs) is not None:
+            return True  # INIT has replaced layers, so that the runs differ
+        for batch in batches:
+            try:
+                ours, theirs = after_batch(step, ours, batch), after_batch(plain, theirs, batch)
+            except FormError:
+                return False
+            same = _with_metrics_of(theirs, ours) if p else ours.replace(metrics=theirs.metrics)
+            labels = (f"with probability {p:g}", "always" if p else "without the algorithm")
+            compare(same, theirs, labels, tolerance=rounding, without_slots=() if p else names)
+    return True
 
 
 @define_law(

@@ -167,7 +167,7 @@ def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
 
     def others(state: State, event: Event, frozen: frozenset[str]) -> dict[str, Any]:
         found = {
-            "slots": {name: slot for name, slot in state.slots.items() if name != subject.name},
+            "slots": {name: slot for name, slot in state.slots.items() if name not in subject.algorithm.names},
             "hparams": {name: value for name, value in state.hparams.items() if name not in own_hparams},
             "metrics": {name: value for name, value in state.metrics.items() if name not in own_metrics},
             "key": state.key,
@@ -253,7 +253,9 @@ def init_once(subject: Subject, case: Case) -> bool:
     once = step.init(early.state())
     _check_twice(once, step.init(once), "after step.init twice")
     other = late.step(watched.algorithm).init(late.state())
-    ours, theirs = ({k: slot for k, slot in state.slots.items() if k == subject.name} for state in (once, other))
+    ours, theirs = (
+        {k: slot for k, slot in state.slots.items() if k in subject.algorithm.names} for state in (once, other)
+    )
     check_equal(ours, theirs, ("listed before the others", "listed after them"), "slots", event=Event.INIT)
     return watched.acted
 

@@ -1,0 +1,517 @@
+"""Methods made of methods: one that acts with a probability, one of several, in a part of the run, or in turn."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from purecompose import random, tree
+from purecompose._support.checks import shown
+from purecompose.algorithms._parts.checks import Period, Point
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.application import applied
+from purecompose.core.loop import loop_events
+from purecompose.core.operation import walk
+from purecompose.core.state import State
+from purecompose.core.values import TENSOR_FIELDS
+from purecompose.errors import FormError
+from purecompose.losses.targets import Mixture, per_row
+from purecompose.schedule import Scalar
+from purecompose.schedule.declared import Within
+from purecompose.time import predicates
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, Moment, Predicate, on
+
+
+STEP_EVENTS: tuple[Event, ...] = tuple(node for node in walk(loop_events) if isinstance(node, Event))
+"""The events of a training step. At others, such as INIT and EVAL_START, a method acts as it does alone."""
+
+_OUTSIDE = on(*[event for event in Event if event not in STEP_EVENTS])
+
+
+def _method(value: Any, where: str) -> Algorithm:
+    if isinstance(value, Algorithm):
+        return value
+    raise TypeError(f"{where}: expected a method, such as alg.mixup(0.2), got {shown(value)}")
+
+
+Method = Annotated[Algorithm, _method]
+
+
+@factory
+def sometimes(
+    method: Method,
+    p: Annotated[Scalar, Within(0, 1, hint="it is a probability")] = 0.5,
+    *,
+    per_example: bool = False,
+    host: bool = False,
+) -> Algorithm:
+    """Let a method act with a probability, decided for each batch or for each example.
+
+    The decision is drawn from the state's key, once for all events of a step. At other events, such as INIT and
+    EVAL_START, the method acts as it does alone.
+
+    The method is computed in every batch, and its result is chosen or not, element by element: a compiled step has a
+    single variant, members of a population decide for themselves, and gradients flow to the method's settings. Targets
+    that are not mixed become a `Mixture` in which the partners have weight 0. With `host`, the method runs in the
+    batches that are chosen only, and may change shapes; a compiled step then runs it between two compiled parts.
+
+    Events: those of the method. Its name, slots and draws are those of the method, so that constraints on its order
+    hold. Reports `name/chosen`: 1 or 0, or the share of the examples.
+
+    Args:
+        method: The method. It must act in training steps, not only at INIT.
+        p: The probability, in [0, 1]; an `hparam` or a schedule may be given, and no gradient flows to it.
+        per_example: Decide for each example, (N,), where the method changes single examples of the batch, along their
+            first dimension. What it remembers besides the batch must not change.
+        host: Decide on the host; always so for a method that acts there.
+
+    Raises:
+        TypeError, ValueError: A setting is of the wrong kind, or the method does not act in training steps. In the
+            step: with `per_example`, the method changes more than the batch.
+        FormError: In the step: the method changes shapes or structure.
+
+    Example:
+        >>> from purecompose.algorithms import mixup
+        >>> sometimes(mixup(0.2), 0.5)
+        sometimes(mixup(alpha=0.2, interpolate_loss=False, per_example=False), p=0.5, per_example=False, host=False)
+    """
+    _check_acts(method, "sometimes")
+    host = host or method.host
+    if per_example and host:
+        raise ValueError(f"sometimes: per_example=True: expected a method that acts on the device, got {method!r}")
+
+    label = "chosen" if _num_choices(method) == 0 else f"chosen.{_num_choices(method) + 1}"
+
+    def choose(state: State) -> list[Tensor]:
+        if per_example:
+            rng, shape = state.example_rng(f"{method.name}.{label}"), (state.num_examples,)
+            return [random.bernoulli(rng, state.scalar(p), shape)]
+        return [random.bernoulli(state.rng(f"{method.name}.{label}"), state.scalar(p))]
+
+    return _choice(method.name, (method,), choose, (label,), is_host=host)
+
+
+@factory
+def one_of(
+    *methods: Algorithm,
+    weights: Sequence[float] | None = None,
+    per_example: bool = False,
+    host: bool = False,
+    name: str | None = None,
+) -> Algorithm:
+    """Let one of several methods act, drawn for each batch or for each example.
+
+    All are computed from the same state, and one result is chosen, element by element; see `sometimes`, also for the
+    settings. `one_of(mixup(), cutmix())` is the usual choice for images. The identity is a method, too:
+    `one_of(mixup(), cutmix(), pc.identity())`.
+
+    Events: those of the methods, whose slots and draws keep their names. Reports `name/METHOD` for each method: 1 or 0,
+    or the share of the examples.
+
+    Args:
+        *methods: At least two methods with different names, which act in training steps.
+        weights: Numbers proportional to the probabilities, at least 0 and not all 0; by default all are equal.
+        per_example: Choose for each example, (N,).
+        host: Choose on the host, and run the chosen method only; always so if one of them acts there.
+        name: Name of the method; by default the names, as in "mixup_or_cutmix".
+
+    Raises:
+        TypeError, ValueError: As `sometimes`; or two of the methods act at the same event, but not in the same batches:
+            let the result act in a part of the run.
+
+    Example:
+        >>> from purecompose.algorithms import cutmix, mixup
+        >>> one_of(mixup(0.2), cutmix(1.0), weights=(1, 3)).name
+        'mixup_or_cutmix'
+    """
+    parts, shares = _several(methods, "one_of"), _shares(weights, len(methods))
+    name = "_or_".join(part.name for part in parts) if name is None else name
+    host = host or any(part.host for part in parts)
+    if not any(_acts(part) for part in parts):
+        raise ValueError(f"one_of: expected methods that act in training steps, got {', '.join(map(repr, parts))}")
+    if per_example and host:
+        raise ValueError("one_of: per_example=True: expected methods that act on the device")
+    ends = [sum(shares[: i + 1]) for i in range(len(shares))]
+    ends[-1] = 1.0
+
+    def choose(state: State) -> list[Tensor]:
+        rng, shape = state.rng(f"{name}.choice"), ()
+        if per_example:
+            rng, shape = state.example_rng(f"{name}.choice"), (state.num_examples,)
+        drawn = random.uniform(rng, shape, dtype=torch.float64)
+        below = [drawn < end for end in ends]
+        return [below[0], *[now & ~before for before, now in zip(below, below[1:], strict=False)]]
+
+    return _choice(name, parts, choose, tuple(part.name for part in parts), is_host=host)
+
+
+@factory
+def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
+    """Join methods to one that applies them in their order, and in the opposite order at AFTER events.
+
+    It is meant as a part of `sometimes` and `one_of`; in a step, a list of methods does the same, and passes order it.
+
+    Args:
+        *methods: At least two methods with different names.
+        name: Name of the method; by default the names, as in "cutout_then_mixup".
+
+    Raises:
+        TypeError, ValueError: As `one_of`.
+
+    Example:
+        >>> from purecompose.algorithms import cutmix, cutout, mixup
+        >>> one_of(chain(cutout(), mixup()), cutmix()).name
+        'cutout_then_mixup_or_cutmix'
+    """
+    parts = _several(methods, "chain")
+
+    def apply(event: Event, state: State) -> State:
+        for part in reversed(parts) if event.is_reversed else parts:
+            if _acts_at(part, event):
+                state, _ = applied(part, event, state)
+        return state
+
+    name = "_then_".join(part.name for part in parts) if name is None else name
+    return _joined(name, parts, _Together(tuple(part.predicate for part in parts)), apply, is_host=_is_host(parts))
+
+
+@factory
+def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
+    """Let a method act in a part of the run only: in the batches from `start` (included) to `end` (excluded).
+
+    At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
+
+    Args:
+        method: The method, whose events in a step are all before the time advances, or all after it.
+        start, end: Points of the run: fractions in [0, 1], or times such as "10ep".
+
+    Raises:
+        TypeError, ValueError: A point is not one, `end` is before `start`, or the method acts both before and after the
+            time advances, as `loss_scaling` does, whose halves would act in different batches.
+
+    Example:
+        >>> from purecompose.algorithms import cutmix
+        >>> during(cutmix(), "1ep", "5ep").match.at(Event.AFTER_DATALOADER)
+        after('1ep') & before('5ep')
+    """
+    _check_acts(method, "during")
+    sides = {event.sees_new_time for event in STEP_EVENTS if _acts_at(method, event)}
+    if len(sides) > 1:
+        raise ValueError(
+            f"during: {method.name} acts before and after the time advances, and the two halves belong together: "
+            "expected a method with events on one side; use its own settings"
+        )
+    within = predicates.between(start, end)
+    if sides == {True}:  # of the same batches, at whose end the time is one batch later
+        within = ~predicates.through(start) & predicates.through(end)
+    return _narrowed(method, within)
+
+
+@factory
+def every(method: Method, n: Period, *, since: Point | None = None) -> Algorithm:
+    """Let a method act in every n-th batch only: in the n-th, the 2n-th and so on, counted from 1.
+
+    At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
+
+    Args:
+        method: The method.
+        n: A number of batches, or a time in batches, epochs or a share of the run.
+        since: A point of the run from which to count; see `purecompose.every`.
+
+    Raises:
+        TypeError, ValueError: `n` is not a positive interval, or the method does not act in training steps.
+
+    Example:
+        >>> from purecompose.algorithms import sam
+        >>> every(sam(), 10).match.at(Event.AFTER_TRAIN_BATCH)
+        every('10ba')
+    """
+    _check_acts(method, "every")
+    return _narrowed(method, predicates.every(n, since=since))
+
+
+def named(method: Algorithm, name: str) -> Algorithm:
+    """Return a method with another name, so that a step can have it twice: slots, draws and metrics have that name.
+
+    Args:
+        method: A method made by a factory that takes a name, as all of `purecompose.algorithms` do. Methods inside of
+            it are renamed with it.
+        name: The name, unique in a step.
+
+    Raises:
+        TypeError: The method was not made by such a factory.
+
+    Example:
+        >>> from purecompose.algorithms import ema
+        >>> named(ema("10ba"), "short").name
+        'short'
+    """
+    call = _method(method, "named: method")._made_by  # pyright: ignore[reportPrivateUsage]
+    signature = None if call is None else inspect.signature(call.factory)
+    if call is not None and signature is not None:
+        bound = signature.bind(*call.args, **call.kwargs)
+        if "name" in signature.parameters:
+            bound.arguments["name"] = name
+            if method.parts:
+                bound.arguments["methods"] = tuple(named(part, f"{name}.{part.name}") for part in method.parts)
+            return call.factory(*bound.args, **bound.kwargs)
+        if "method" in signature.parameters:
+            bound.arguments["method"] = named(bound.arguments["method"], name)
+            return call.factory(*bound.args, **bound.kwargs)
+    raise TypeError(
+        f"named: {method.name}: expected a method whose factory takes a name, because slots and draws are found by it; "
+        "decorate a function with the argument `name` with purecompose.factory"
+    )
+
+
+COMBINED: dict[str, Callable[..., Algorithm]] = {
+    made.__name__: made for made in (sometimes, one_of, chain, during, every, named)
+}
+"""Functions that make methods of methods, by their names."""
+
+
+@dataclass(frozen=True, repr=False)
+class _Together(Predicate):
+    """True where one of several is; at each event those that can be true are equal."""
+
+    parts: tuple[Predicate, ...]
+
+    @property
+    def is_timed(self) -> bool:
+        return all(part.is_timed for part in self.parts)
+
+    def __call__(self, event: Event, state: Moment) -> bool:
+        return any(part(event, state) for part in self.parts)
+
+    def at(self, event: Event) -> Predicate:
+        found = [answer for part in self.parts if (answer := part.at(event)) != NEVER]
+        return found[0] if found else NEVER
+
+    def __repr__(self) -> str:
+        return " | ".join(repr(part) for part in self.parts)
+
+
+def _acts_at(method: Algorithm, event: Event) -> bool:
+    return method.predicate.at(event) != NEVER
+
+
+def _acts(method: Algorithm) -> bool:
+    return any(_acts_at(method, event) for event in STEP_EVENTS)
+
+
+def _check_acts(method: Algorithm, where: str) -> None:
+    if not _acts(method) and method.predicate != NEVER:
+        events = ", ".join(event.name for event in method.events)
+        raise ValueError(f"{where}: expected a method that acts in training steps, got {method!r}, for {events}")
+
+
+def _is_host(parts: Sequence[Algorithm]) -> bool:
+    return any(part.host for part in parts)
+
+
+def _several(methods: Sequence[Algorithm], where: str) -> tuple[Algorithm, ...]:
+    parts = tuple(_method(method, where) for method in methods)
+    if len(parts) < 2:
+        raise ValueError(f"{where}: expected at least two methods, got {len(parts)}")
+    names = [name for part in parts for name in part.names]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{where}: two methods are called {twice!r}: rename one, named(method, 'other')")
+    for event in Event:
+        found = [part for part in parts if _acts_at(part, event)]
+        for other in found[1:]:
+            if other.predicate.at(event) != found[0].predicate.at(event):
+                raise ValueError(
+                    f"{where}: at {event}, {other.name} and {found[0].name} act in different batches "
+                    f"({other.predicate.at(event)!r} and {found[0].predicate.at(event)!r}): expected methods that act "
+                    f"in the same; let the result act in a part of the run, as in during({where}(...), 0.5)"
+                )
+    return parts
+
+
+def _shares(weights: Sequence[float] | None, num: int) -> list[float]:
+    given = [1.0] * num if weights is None else list(weights)
+    check = Within(0).number
+    given = [float(check(weight, "one_of: weights")) for weight in given]
+    if len(given) != num or not sum(given):
+        raise ValueError(f"one_of: weights={weights!r}: expected {num} numbers, one for each method, and not only 0")
+    return [weight / sum(given) for weight in given]
+
+
+def _num_choices(method: Algorithm) -> int:
+    """Return how many choices by `sometimes` lie within each other in a method, so that each draws by itself."""
+    if len(method.parts) != 1:
+        return 0
+    made = method._made_by  # pyright: ignore[reportPrivateUsage]
+    return _num_choices(method.parts[0]) + (made is not None and made.factory is sometimes)
+
+
+def _narrowed(method: Algorithm, within: Predicate) -> Algorithm:
+    return _joined(method.name, (method,), method.predicate & (within | _OUTSIDE), method.apply, is_host=method.host)
+
+
+def _joined(
+    name: str, parts: tuple[Algorithm, ...], match: Predicate, apply: Callable[..., Any], *, is_host: bool
+) -> Algorithm:
+    """Return an algorithm with the traits and constraints of its parts, except constraints among themselves."""
+    inner = {inner for part in parts for inner in part.names}
+    before, after = (
+        tuple(dict.fromkeys(one for part in parts for one in getattr(part, field) if one not in inner))
+        for field in ("runs_before", "runs_after")
+    )
+    return Algorithm(
+        name,
+        match,
+        apply,
+        traits=frozenset().union(*[part.traits for part in parts]),
+        runs_before=before,
+        runs_after=after,
+        host=is_host,
+        reported={key: value for part in parts for key, value in part.reported.items()},
+        parts=parts,
+    )
+
+
+def _choice(
+    name: str,
+    parts: tuple[Algorithm, ...],
+    choose: Callable[[State], list[Tensor]],
+    labels: tuple[str, ...],
+    *,
+    is_host: bool,
+) -> Algorithm:
+    """Return an algorithm that applies the chosen one of its parts; none if none is chosen.
+
+    Args:
+        name: Its name.
+        parts: The methods.
+        choose: Function of the state that returns a bool for each part, 0-d or (N,).
+        labels: The name of each part's metric.
+        is_host: True if the choice is made on the host.
+    """
+    first = next((event for event in STEP_EVENTS if any(_acts_at(part, event) for part in parts)), None)
+
+    def apply(event: Event, state: State) -> State:
+        acting = [part for part in parts if _acts_at(part, event)]
+        if event not in STEP_EVENTS:
+            for part in acting:
+                state, _ = applied(part, event, state)
+            return state
+        masks = choose(state)
+        if is_host:
+            chosen = next((part for part, mask in zip(parts, masks, strict=True) if bool(mask)), None)
+            end = applied(chosen, event, state)[0] if chosen in acting else state
+        else:
+            results, state = _results(acting, event, state)
+            end = _chosen(name, masks, [results.get(part.name, state) for part in parts], state)
+        if event is not first:
+            return end
+        shares = {f"{name}/{label}": mask.float().mean() for label, mask in zip(labels, masks, strict=True)}
+        return end.replace(metrics={**end.metrics, **shares})
+
+    return _joined(name, parts, _Together(tuple(part.predicate for part in parts)), apply, is_host=is_host)
+
+
+def _results(acting: Sequence[Algorithm], event: Event, state: State) -> tuple[dict[str, State], State]:
+    """Return the state after each method, by its name, and the state to which they were applied.
+
+    A method that drops a slot puts back what it has kept there: it does so whether it is chosen or not, before others.
+    """
+    results: dict[str, State] = {}
+    for part in acting:
+        after, _ = applied(part, event, state)
+        if state.slots.keys() <= after.slots.keys():
+            results[part.name] = after
+        else:
+            state = after
+            results = {one.name: applied(one, event, state)[0] for one in acting if one.name in results}
+    return results, state
+
+
+def _chosen(name: str, masks: list[Tensor], results: list[State], start: State) -> State:
+    """Return the state whose values are those of the result whose mask is true, or of the start if none is."""
+    by_example = masks[0].ndim > 0
+    changes = {}
+    for field in TENSOR_FIELDS:
+        values, old = [getattr(result, field) for result in results], getattr(start, field)
+        if all(value is old for value in values):
+            continue
+        if by_example and field not in ("batch", "slots", "metrics"):
+            raise ValueError(f"{name}: per_example=True: expected a method that changes the batch only, not {field}")
+        choose = _chooser(name, f"state.{field}", masks)
+        changes[field] = choose([*values, old]) if field == "batch" else _by_key(choose, values, old)
+    return start.replace(**changes)
+
+
+def _by_key(choose: Callable[[list[Any]], Any], values: list[Any], old: Any) -> Any:
+    """Choose among dicts key by key; a key that one of the methods adds or removes is added or removed."""
+    if not all(isinstance(value, dict) for value in (old, *values)):
+        return choose([*values, old])
+    removed = {key for key in old if any(key not in value for value in values)}
+    kept = {key: None for value in [old, *values] for key in value if key not in removed}
+    every_value = [*values, old]
+    made = {key: next(value[key] for value in every_value if key in value) for key in kept}
+    return {key: choose([value.get(key, made[key]) for value in every_value]) for key in kept}
+
+
+def _chooser(name: str, where: str, masks: list[Tensor]) -> Callable[[list[Any]], Any]:
+    """Return a function of one value for each mask, and one more for where no mask is true."""
+
+    def leaf(*values: Any) -> Any:
+        if all(value is values[0] for value in values):
+            return values[0]
+        if any(isinstance(value, Mixture) for value in values) or _are_targets(values):
+            mixtures = [Mixture.of(value) for value in values]
+            if len({targets.shape for mixture in mixtures for targets in mixture.targets}) > 1:
+                return _either(mixtures, masks)
+            num, by_loss = max(len(one.weights) for one in mixtures), any(one.interpolate_loss for one in mixtures)
+            return tree.map(leaf, *[mixture.extended(num, by_loss) for mixture in mixtures])
+        if not all(isinstance(value, Tensor) and value.shape == values[0].shape for value in values):
+            shapes = " or ".join(dict.fromkeys(_words(value) for value in values))
+            raise FormError(
+                f"{name}: {where} is {shapes}, by what is chosen: expected methods that keep shapes and structure, or, "
+                "outside of the gradient, host=True, which chooses on the host, where they may differ"
+            )
+        result = values[-1]
+        for mask, value in zip(masks[::-1], values[-2::-1], strict=True):
+            if mask.ndim and not (value.ndim and len(value) == len(mask)):
+                raise ValueError(
+                    f"{name}: per_example=True: {where}: expected a tensor with {len(mask)} examples in its first "
+                    f"dimension, got {_words(value)}"
+                )
+            result = torch.where(per_row(mask, value) if mask.ndim else mask, value, result)
+        return result
+
+    def choose(values: list[Any]) -> Any:
+        try:
+            return tree.map(leaf, *values, is_leaf=lambda node: isinstance(node, Mixture))
+        except (FormError, TypeError, ValueError) as error:
+            if str(error).startswith(name):
+                raise
+            raise FormError(f"{name}: {where} has another structure, by what is chosen; use host=True") from error
+
+    return choose
+
+
+def _are_targets(values: Sequence[Any]) -> bool:
+    """Return whether values are targets in two forms: class indices (N, ...) and dense (N, C, ...)."""
+    forms = {(value.ndim, value.is_floating_point()) for value in values if isinstance(value, Tensor)}
+    low, high = min(forms, default=(0, True)), max(forms, default=(0, True))
+    return len(forms) == 2 and low == (high[0] - 1, False) and low[0] > 0
+
+
+def _either(mixtures: Sequence[Mixture], masks: Sequence[Tensor]) -> Mixture:
+    """Return all terms of several mixtures, in which those of the mixtures that are not chosen have weight 0."""
+    chosen = [*masks, ~torch.stack(list(masks)).any(0)]
+    return Mixture(
+        tuple(targets for mixture in mixtures for targets in mixture.targets),
+        tuple(weight * mask for mixture, mask in zip(mixtures, chosen, strict=True) for weight in mixture.weights),
+        any(mixture.interpolate_loss for mixture in mixtures),
+    )
+
+
+def _words(value: Any) -> str:
+    return tree.describe(value, with_device=False) if isinstance(value, Tensor) else type(value).__name__
