@@ -442,14 +442,13 @@ def _chosen(name: str, masks: list[Tensor], results: list[State], start: State) 
         if by_example and field not in ("batch", "slots", "metrics"):
             raise ValueError(f"{name}: per_example=True: expected a method that changes the batch only, not {field}")
         choose = _chooser(name, f"state.{field}", masks)
-        changes[field] = choose([*values, old]) if field == "batch" else _by_key(choose, values, old)
+        is_by_key = field in ("slots", "metrics")
+        changes[field] = _by_key(choose, values, old) if is_by_key else choose([*values, old])
     return start.replace(**changes)
 
 
-def _by_key(choose: Callable[[list[Any]], Any], values: list[Any], old: Any) -> Any:
+def _by_key(choose: Callable[[list[Any]], Any], values: list[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
     """Choose among dicts key by key; a key that one of the methods adds or removes is added or removed."""
-    if not all(isinstance(value, dict) for value in (old, *values)):
-        return choose([*values, old])
     removed = {key for key in old if any(key not in value for value in values)}
     kept = {key: None for value in [old, *values] for key in value if key not in removed}
     every_value = [*values, old]

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import inspect
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -145,6 +146,16 @@ class Algorithm:
     def names(self) -> frozenset[str]:
         """Its name, and those of its parts: of slots, draws, and in constraints."""
         return frozenset({self.name}.union(*[part.names for part in self.parts]))
+
+    @property
+    def made_of(self) -> str:
+        """The call that made it of its parts, as text: "one_of(mixup, cutmix)"; empty without parts."""
+        call = self._made_by
+        if call is None or not self.parts:
+            return ""
+        given = inspect.signature(call.factory).bind(*call.args, **call.kwargs).arguments
+        settings = [f"{name}={given[name]!r}" for name in given if name not in ("method", "methods", "name")]
+        return f"{call.factory.__name__}({', '.join([*[part.made_of or part.name for part in self.parts], *settings])})"
 
     @property
     def hparams(self) -> tuple[Hparam, ...]:

@@ -89,6 +89,10 @@ class Subject(NamedTuple):
 
     def renamed(self, name: str) -> Subject | None:
         """Return the same algorithm with another name; `None` if no factory that accepts a name has made it."""
+        if self.source is not None and ":" in self.source.partition("(")[0]:
+            make = _found(self.source)
+            if not isinstance(make, Algorithm) and "name" in inspect.signature(make).parameters:
+                return Subject(make(name=name))
         try:
             return Subject(named(self.algorithm, name))
         except TypeError:

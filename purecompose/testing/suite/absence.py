@@ -111,7 +111,7 @@ _FEW = 2
     "let apply return the same structure, shapes and dtypes whatever the values are, and change only what follows from "
     "what it is given in the same step",
     exempt=lambda algorithm: None if acts_in_step(algorithm) else "it acts outside of training steps only",
-    idle="it changes shapes, so its result cannot be chosen by element",
+    idle="it changes shapes or structure, so its result cannot be chosen by element",
 )
 @at_best_precision
 def chosen_or_absent(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
@@ -122,13 +122,13 @@ def chosen_or_absent(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     method = subject.algorithm
     if method.host:
         return False
-    names, batches = method.names, case.batches(dtype)[:_FEW]
+    names, batches, watched = method.names, case.batches(dtype)[:_FEW], Watched(method)
     start = case.state(dtype=dtype).with_hparams(method.hparams)
-    for p, other in ((1.0, [method]), (0.0, [])):
+    for p, other in ((1.0, [watched.algorithm]), (0.0, [])):
         step, plain = case.step(sometimes(method, p)), case.step(*other)
         ours, theirs = begun(step, start), begun(plain, start)
         if p == 0 and changed_context(ours, theirs) is not None:
-            return True  # INIT has replaced layers, so that the runs differ
+            break  # INIT has replaced layers, so that the runs differ
         for batch in batches:
             try:
                 ours, theirs = after_batch(step, ours, batch), after_batch(plain, theirs, batch)
@@ -137,7 +137,7 @@ def chosen_or_absent(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
             same = _with_metrics_of(theirs, ours) if p else ours.replace(metrics=theirs.metrics)
             labels = (f"with probability {p:g}", "always" if p else "without the algorithm")
             compare(same, theirs, labels, tolerance=rounding, without_slots=() if p else names)
-    return True
+    return watched.acted
 
 
 @define_law(

@@ -69,6 +69,26 @@ def densifies_when_neutral(event: Event, state: State) -> State:
     return with_slot(state.replace(targets=smoothed), name, targets)
 
 
+# chosen_or_absent
+
+
+@mutant("chosen_or_absent", at=Event.AFTER_FORWARD)
+def divides_by_zero(state: State) -> State:
+    """Divides by the outputs' distance to themselves, whose gradient is not a number even where nothing is chosen."""
+    return state.replace(outputs=state.outputs / (state.outputs - state.outputs))
+
+
+@mutant("chosen_or_absent", at=(Event.INIT, Event.BATCH_START, Event.BATCH_END))
+def changes_while_it_closes(event: Event, state: State) -> State:
+    """Changes the inputs where it drops its slot, as if it put back what it had kept there."""
+    name = "changes_while_it_closes"
+    if event is not Event.BATCH_START:
+        return with_slot(state, name, torch.zeros((), device=state.device))
+    slots = {key: slot for key, slot in state.slots.items() if key != name}
+    inputs = state.inputs * 2 if state.inputs.is_floating_point() else state.inputs
+    return state.replace(inputs=inputs, slots=slots)
+
+
 # draws_independent
 
 
