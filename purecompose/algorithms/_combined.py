@@ -226,8 +226,8 @@ def every(method: Method, n: Period, *, since: Point | None = None) -> Algorithm
         TypeError, ValueError: `n` is not a positive interval, or the method does not act in training steps.
 
     Example:
-        >>> from purecompose.algorithms import sam
-        >>> every(sam(), 10).match.at(Event.AFTER_TRAIN_BATCH)
+        >>> from purecompose.algorithms import mixup
+        >>> every(mixup(), 10).match.at(Event.AFTER_DATALOADER)
         every('10ba')
     """
     _check_acts(method, "every")
