@@ -23,7 +23,7 @@ from purecompose import losses, optim, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
 from purecompose._support.files import read_whole
-from purecompose.algorithms import BY_NAME
+from purecompose.algorithms import BY_NAME, FACTORIES
 from purecompose.algorithms.recipes import RECIPES, recipe
 from purecompose.cli.options import KINDS, File, List, Number, Shown, Time, UsageError, option_of, parts_of, reported_as
 from purecompose.core.algorithm import Algorithm
