@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purecompose import random, tree
 from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Period, Point
+from purecompose.algorithms._parts.checks import Point, checked_period
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.application import applied
 from purecompose.core.loop import loop_events
@@ -21,7 +21,7 @@ from purecompose.errors import FormError
 from purecompose.losses.targets import Mixture, per_row
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
-from purecompose.time import predicates
+from purecompose.time import Time, predicates
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, Moment, Predicate, on
 
@@ -212,7 +212,7 @@ def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
 
 
 @factory
-def every(method: Method, n: Period, *, since: Point | None = None) -> Algorithm:
+def every(method: Method, n: Annotated[int | Time | str, checked_period], *, since: Point | None = None) -> Algorithm:
     """Let a method act in every n-th batch only: in the n-th, the 2n-th and so on, counted from 1.
 
     At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.

@@ -248,7 +248,7 @@ def test_text_and_pickle_give_the_same_method():
 
 
 REFUSED = [
-    (lambda: alg.sometimes("mixup"), TypeError, "expected a method"),
+    (lambda: alg.sometimes("mixup"), TypeError, "expected a method"),  # pyright: ignore[reportArgumentType]
     (lambda: alg.sometimes(alg.blurpool()), ValueError, "acts in training steps"),
     (lambda: alg.sometimes(alg.mixup(), 1.5), ValueError, r"p: expected a finite number in \[0, 1\]"),
     (lambda: alg.sometimes(alg.colout(), per_example=True, host=True), ValueError, "acts on the device"),
