@@ -29,7 +29,7 @@ class PlanRow(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The result of `step.plan`; `str` returns a table."""
+    """The result of `step.plan`; prints as a table."""
 
     rows: tuple[PlanRow, ...]
     warnings: tuple[str, ...]
@@ -42,6 +42,9 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         rows = self._table()
         return "\n".join([table(_HEAD, rows) if rows else _NOTHING, *self._warned()])
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         rows = self._table()

@@ -74,6 +74,9 @@ class Trace:
         rows = self._table()
         return "\n".join([table(_HEAD, rows) if rows else _NOTHING, *self._silent()])
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         rows = self._table()
         return fragment(columns(_HEAD, rows) if rows else note(_NOTHING), *map(note, self._silent()))

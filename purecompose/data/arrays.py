@@ -143,6 +143,13 @@ class Arrays:
         return members[0] if len(members) == 1 else members
 
 
+def described(values: Any) -> str:
+    """Return the repr of a named tuple, with dtypes and shapes in place of the numbers in its tensors."""
+    shown = (tree.describe(value) if isinstance(value, Tensor) else repr(value) for value in values)
+    members = (f"{name}={text}" for name, text in zip(values._fields, shown, strict=True))
+    return f"{type(values).__name__}({', '.join(members)})"
+
+
 class Split(NamedTuple):
     """Two disjoint parts of one data set."""
 
@@ -154,6 +161,8 @@ class Split(NamedTuple):
     """Shape `(count, *rest)`."""
     test_targets: Tensor
     """Shape `(count, *rest)`."""
+
+    __repr__ = described
 
 
 @suggests_keywords

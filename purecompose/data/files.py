@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_number, check_whole, shown
-from purecompose.data.arrays import split
+from purecompose.data.arrays import described, split
 
 
 _DIGITS_TEST_SIZE = 360
@@ -49,6 +49,8 @@ class ImageData(NamedTuple):
     """int64, shape `(num_test,)`."""
     num_classes: int
     """One more than the largest label."""
+
+    __repr__ = described
 
     @property
     def in_shape(self) -> tuple[int, ...]:
@@ -352,6 +354,8 @@ class TextData(NamedTuple):
     """The characters, and their numbers."""
     num_dropped: int
     """Number of tokens at the ends of the two parts that are not used as labels, because they fill no window."""
+
+    __repr__ = described
 
     @property
     def num_classes(self) -> int:

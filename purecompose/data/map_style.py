@@ -174,6 +174,10 @@ class Loader:
     shuffle: bool
     drop_last: bool
 
+    def __repr__(self) -> str:
+        rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("batch_size", "shuffle", "drop_last"))
+        return f"Loader({self.num_examples:,} of {type(self.dataset).__name__}, {rest})"
+
     @property
     def dataset(self) -> Any:
         """The data set."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from purecompose._support.checks import check_number, check_whole, is_callable_with, is_number, shown
 from purecompose._support.messages import warn
+from purecompose._support.tables import columns, fragment
 from purecompose.core.state import State
 from purecompose.time import TimeLike, Timestamp, TimeUnit
 from purecompose.time.event import Event
@@ -107,6 +108,28 @@ class History:
         """All records so far, in order of time; reading them waits for the device."""
         self._read()
         return [dict(record) for record in self._records]
+
+    def __repr__(self) -> str:
+        last = ", ".join(f"{name}={value}" for name, _, value, *_ in self._table())
+        batch = self._records[-1]["batch"] if self._records else 0
+        return f"History({len(self._records):,} records, the last of batch {batch:,}{': ' * bool(last)}{last})"
+
+    def _repr_html_(self) -> str:
+        return fragment(columns(("", "records", "last", "lowest", "highest"), self._table()))
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """Return a row for each quantity; of a population, the numbers of its members are taken together."""
+        found: dict[str, list[Any]] = {}
+        for record in self.records:
+            for name, value in record.items():
+                if name not in ("batch", "epoch"):
+                    found.setdefault(name, []).append(value if isinstance(value, list) else [value])
+        rows = []
+        for name, values in found.items():
+            every = [one for members in values for one in members if math.isfinite(one)] or [math.nan]
+            last = " to ".join(f"{one:.4g}" for one in dict.fromkeys((min(values[-1]), max(values[-1]))))
+            rows.append((name, f"{len(values):,}", last, f"{min(every):.4g}", f"{max(every):.4g}"))
+        return rows
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Return a quantity over the run: the batches at which it was recorded, and its values.

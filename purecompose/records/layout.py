@@ -232,6 +232,10 @@ class RunRecords:
     checkpoints: tuple[Kept, ...] = ()
     """The checkpoints in the folder, newest first."""
 
+    def __repr__(self) -> str:
+        outcome = self.starts[-1].outcome if self.starts else "not started"
+        return f"RunRecords({str(self.path)!r}, {outcome}, {len(self.records):,} records)"
+
     @property
     def started(self) -> str:
         """Date and time of the first start, such as "2026-05-01 10:00"; empty if there is none."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose.data.arrays import described
+
 
 class Predictions(NamedTuple):
     """Outputs of a network for examples of known classes, to be shown in a report.
@@ -30,6 +32,8 @@ class Predictions(NamedTuple):
     targets: Tensor
     inputs: Tensor | None = None
     names: Sequence[str] = ()
+
+    __repr__ = described
 
     def confusion(self) -> Tensor:
         """Return the number of examples of each class (row) that are predicted as each class (column), (C, C), int64.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from purecompose import batch as batches, tree
-from purecompose._support.tables import table
+from purecompose._support.tables import columns, fragment, note, table
 from purecompose.core.state import State, check_single
 from purecompose.surgery.weights import to_module
 
@@ -38,12 +38,25 @@ class Summary(NamedTuple):
     """Memory of parameters and buffers in bytes."""
 
     def __str__(self) -> str:
-        rows = [
+        return f"{table(_HEAD, self._table())}\n\n{self._total()}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return fragment(columns(_HEAD, self._table()), note(self._total()))
+
+    def _table(self) -> list[list[str]]:
+        return [
             [layer.name or "(root)", layer.kind, layer.output, f"{layer.num_params:,}", _share(layer)]
             for layer in self.layers
         ]
-        total = f"{self.num_params:,} parameters, {self.num_trainable:,} trainable, {_size(self.num_bytes)}"
-        return f"{table(['layer', 'kind', 'output', 'parameters', 'trainable'], rows)}\n\n{total}"
+
+    def _total(self) -> str:
+        return f"{self.num_params:,} parameters, {self.num_trainable:,} trainable, {_size(self.num_bytes)}"
+
+
+_HEAD = ("layer", "kind", "output", "parameters", "trainable")
 
 
 def summary(state: State, batch: Any) -> Summary:

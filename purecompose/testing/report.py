@@ -130,6 +130,9 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def text(self, width: int | None = None) -> str:
         """Return the report as plain text.
 
