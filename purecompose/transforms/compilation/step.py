@@ -109,6 +109,8 @@ class CompiledStep(Step):
         self.options: Options = options
         self._graphs = GraphCache(step, options)
         self._met: set[Any] = set()
+        self._most_examples = 0
+        self._has_met_smaller = False
         self._eager: dict[Any, tuple[Context, ExecutionPlan]] = {}
 
     @called_by_dynamo(WHY_UNTRACED)
@@ -243,6 +245,7 @@ class CompiledStep(Step):
 
     def _find(self, entry: Entry, plan_key: Any, prepared: Prepared) -> ExecutionPlan:
         """Build the plan for a schedule and a batch that occur for the first time."""
+        self._note_size(prepared.num_examples)
         bits, start = prepared.bits, prepared.start()
         signatures = {**entry.signatures, "batch": Signature.of(start.batch)[0], "clock": Signature.of(start.clock)[0]}
         boundary = Boundary.start(start.static, signatures, is_donated=self.options.donate)
@@ -251,6 +254,18 @@ class CompiledStep(Step):
             entry.plans.pop(next(iter(entry.plans)))
         plan = entry.plans[plan_key] = self._graphs.plan_or_eager(boundary, bits, start=watched)
         return plan
+
+    def _note_size(self, num_examples: int) -> None:
+        """Say once that a smaller batch than before is compiled for itself, and how to prevent that."""
+        most, self._most_examples = self._most_examples, max(num_examples, self._most_examples)
+        if num_examples >= most or self.options.dynamic or self._has_met_smaller:
+            return
+        self._has_met_smaller = True
+        self.options.announce(
+            f"purecompose: a batch has {num_examples} examples, fewer than the {most} before, and is compiled for "
+            f"itself. If it is the last one of an epoch: drop_last=True of the data leaves it out, "
+            f"compile(eager_below={most}) runs it uncompiled, and compile(dynamic=True) has one variant for all sizes\n"
+        )
 
     def _launch(self, state: State, lease: BufferLease | None) -> Launch | None:
         """Return the inputs of the step's execution, or `None` if a tensor of the state requires a gradient."""

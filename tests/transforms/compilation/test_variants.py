@@ -140,6 +140,31 @@ def test_compilations_are_announced_once_each(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_short_last_batch_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names each remedy, and each of them is one."""
+    inputs, targets = make_batch(size=20)
+
+    def said(**options: Any) -> tuple[str, int]:
+        data = pc.data.arrays(inputs, targets, batch_size=8, drop_last=options.pop("drop_last", False))
+        fast = compiled(compose(loop_events), quiet=False, **options)
+        pc.fit(fast, make_state(duration="3ep"), data)
+        lines = [line for line in capsys.readouterr().err.splitlines() if "fewer than" in line]
+        assert len(lines) <= 1
+        return "".join(lines), len(fast.variants())
+
+    text, num = said()
+    assert num == 2 and "a batch has 4 examples, fewer than the 8 before" in text
+    assert "drop_last=True" in text and "compile(eager_below=8)" in text and "compile(dynamic=True)" in text
+    for options in ({"drop_last": True}, {"eager_below": 8}, {"dynamic": True}):
+        assert said(**options) == ("", 1)
+    longer = compiled(compose(loop_events), quiet=False)
+    net = torch.nn.Sequential(torch.nn.AdaptiveAvgPool1d(4), torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    state = make_state(net)
+    for length in (9, 6):  # as many examples, of another length
+        state = longer(state, (torch.ones(8, 1, length), targets[:8]))
+    assert len(longer.variants()) == 2 and "fewer than" not in capsys.readouterr().err
+
+
 # The limit
 
 
