@@ -172,7 +172,7 @@ LearningRateMonitor | pc.observers.learning_rate
 DeviceStatsMonitor | pc.observers.system
 RichProgressBar, TQDMProgressBar | pc.observers.Progress
 ModelSummary | pc.surgery.summary
-CSVLogger | pc.observers.Records("run.jsonl")
+CSVLogger | pc.observers.CSV("metrics.csv")
 TensorBoardLogger, TensorboardLogger | pc.observers.TensorBoard
 WandbLogger, WandBLogger | pc.observers.WandB
 MLflowLogger | pc.observers.MLflow

@@ -18,10 +18,11 @@ from purecompose.cli.processes import Processes, processes_here
 from purecompose.cli.results import ranked_in
 from purecompose.cli.settings import Given, Settings, command_of, read_config
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
+from purecompose.cli.tracking import TRACKERS, trackers_of
 from purecompose.core.state import State
 from purecompose.data import TextData
 from purecompose.errors import CheckpointError
-from purecompose.observers import History, NaNs, Progress, Stopwatch
+from purecompose.observers import History, NaNs, Progress, Recorder, Stopwatch
 from purecompose.records import RunFolder
 from purecompose.records.folder import is_run
 from purecompose.records.layout import CONFIG, REPORT
@@ -43,6 +44,7 @@ def train(
     out: Folder | None = None,
     resume: bool = False,
     quiet: bool = False,
+    tracker: list[Annotated[str, Shown("TRACKER", TRACKERS)]] | None = None,
     shard: Annotated[Literal["step", "layer"], Shown(bare="step")] | None = None,
     traceback: bool = False,
 ) -> None:
@@ -53,6 +55,8 @@ def train(
         out: Keep records, checkpoints and a report there.
         resume: With --out: continue the run there, if one exists.
         quiet: Print only the final table.
+        tracker: Also log to a tracker, tensorboard or wandb(project='digits'); may be repeated. Files are in --out,
+            unless the call names a path.
         shard: Under torchrun: divide parameters and the optimizer's memory among the processes, and gather parameters
             once a step, or layer by layer (default without a value: step).
         traceback: If a step fails, show the traceback and not only one line.
@@ -61,12 +65,14 @@ def train(
         python -m purecompose train --duration 5ep --out runs/a
         python -m purecompose train --config runs/a/config.toml --set optimizer.lr=0.01 --set mixup.alpha=0.4
         python -m purecompose train --out runs/a --resume
+        python -m purecompose train --out runs/b --tracker tensorboard --tracker "wandb(project='digits')"
     """
     processes = processes_here()
     with processes.folder(out, is_divided=shard is not None) as folder, ExitStack() as stack:
         if folder is not None and processes.is_first:
             with _about_out():
                 is_run(folder, resume)
+        trackers_of(tracker or (), folder, {})  # raises before the data are loaded
         earlier = _earlier_settings(folder) if resume else {}
         found = given.chosen(earlier)
         settings, data = completed(found, allowed=given.allowed)
@@ -78,7 +84,8 @@ def train(
         # A text's vocabulary usually follows from its file.
         typed = settings if "vocabulary" in given.chosen() else dataclasses.replace(settings, vocabulary=None)
         place = None if folder is None else _Place(folder, str(out), command_of(typed, out), resume)
-        _run(settings, setup, place, processes, None if quiet else changes(settings, earlier))
+        trackers = trackers_of(tracker or (), folder, dataclasses.asdict(settings)) if processes.is_first else []
+        _run(settings, setup, place, processes, None if quiet else changes(settings, earlier), trackers)
 
 
 class _Place(NamedTuple):
@@ -110,7 +117,12 @@ def _about_out() -> Iterator[None]:
 
 
 def _run(
-    settings: Settings, setup: Setup, place: _Place | None, processes: Processes, head: Sequence[str] | None
+    settings: Settings,
+    setup: Setup,
+    place: _Place | None,
+    processes: Processes,
+    head: Sequence[str] | None,
+    trackers: Sequence[Recorder],
 ) -> None:
     """Train, and print the results; `head` are lines to show before, `None` to show no progress."""
     history, stopwatch = History(), Stopwatch()
@@ -127,6 +139,7 @@ def _run(
             stack.enter_context(folder)
             observers.append(folder.observer)
             folder.begin(setup.step, setup.state, next(iter(setup.train_data)))
+        observers += [stack.enter_context(tracker) for tracker in trackers]
         if head is not None and processes.is_first:
             say("\n".join([*_described(setup, settings), *head]), flush=True)
             observers.append(stack.enter_context(Progress()))

@@ -28,7 +28,7 @@ from purecompose.observers.recorder import (
     Sink as Sink,
 )
 from purecompose.observers.records import Records as Records, read_records as read_records
-from purecompose.observers.trackers import MLflow as MLflow, TensorBoard as TensorBoard, WandB as WandB
+from purecompose.observers.trackers import CSV as CSV, MLflow as MLflow, TensorBoard as TensorBoard, WandB as WandB
 
 
 publish(__name__)

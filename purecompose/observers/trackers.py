@@ -1,15 +1,17 @@
-"""Recorders for tracking services: TensorBoard, Weights & Biases and MLflow.
+"""Recorders for tracking services, TensorBoard, Weights & Biases and MLflow, and for tables in files, CSV.
 
 Each logs the numbers, texts and images of its records with the number of batches as the step. Members of a population
 are logged separately: `loss/0`, `loss/1`, ... For another service, pass a sink to `Recorder`; see `Sink`.
 """
 
 import contextlib
+import csv
 import importlib
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from purecompose._support.checks import shown
@@ -89,6 +91,73 @@ class WandB(Recorder):
 
     def __init__(self, run: Any = None, *, settings: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(_WandbRun(run, settings), **options)
+
+
+class CSV(Recorder):
+    """A recorder that writes the numbers and texts of a run as a table, with a row for each record.
+
+    A record of a batch and one of an evaluation have different columns; the others stay empty. A run that is resumed at
+    batch b removes the rows of later batches, and one that starts from the beginning replaces the file.
+
+    Args:
+        path: The file; its folder is created if necessary.
+        **options: `every`, `monitors`, `group` and `seconds`; see `Recorder`.
+
+    Raises:
+        TypeError, ValueError: An option has the wrong kind.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from purecompose import State, compose, fit, loop_events, losses, optim
+        >>> state = State.create(torch.nn.Linear(3, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="2ep")
+        >>> path = Path(tempfile.mkdtemp(), "metrics.csv")
+        >>> with CSV(path) as table:
+        ...     state = fit(compose(loop_events), state, [(torch.zeros(4, 3), torch.ones(4, 1))], observers=table)
+        >>> [line.partition(",")[0] for line in path.read_text().splitlines()]
+        ['batch', '1', '2']
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__(_Table(Path(path).absolute()), **options)
+
+
+class _Table:
+    """A file of rows as a sink; a record with new columns rewrites it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._columns = path, ["batch"]
+
+    def begin(self, batch: int) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns = ["batch"]
+        self._rewrite([row for row in self._rows() if int(row["batch"]) <= batch] if batch else [], [])
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        found = [_values_of(record) for record in records]
+        rows = [{"batch": one.step, **one.numbers, **one.texts} for one in found]
+        new = [name for row in rows for name in row if name not in self._columns]
+        if new:
+            self._rewrite(self._rows(), new)
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns).writerows(rows)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+        self._columns = list(reader.fieldnames or ["batch"])
+        return rows
+
+    def _rewrite(self, rows: list[dict[str, Any]], new: list[str]) -> None:
+        self._columns = list(dict.fromkeys([*self._columns, *new]))
+        part = self._path.with_name(f".{self._path.name}")  # complete or not at all, also if the process is killed
+        with part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        part.replace(self._path)
 
 
 class _Values(NamedTuple):

@@ -30,7 +30,7 @@ def test_the_page_runs(
     assert re.search(r"^batch 1: the loss is nan$", printed, re.M)
     assert "['batches_5_to_7.json']" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("generated.jsonl", "generated.samples", "run.jsonl", "traces")
+        *("generated.jsonl", "generated.samples", "metrics.csv", "run.jsonl", "traces")
     ]
     samples = {path.name for path in (tmp_path / "generated.samples/ba00000018").iterdir()}
     assert samples == {"answers_0.txt", "answers_1.txt", "digits.png"}

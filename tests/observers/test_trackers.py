@@ -11,6 +11,7 @@ import torch
 
 from purecompose import Evaluator, Event, compose, fit, loop_events, metrics, population
 from purecompose.observers import History, MLflow, TensorBoard, WandB, learning_rate
+from purecompose.observers.trackers import _Table
 from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
@@ -188,3 +189,21 @@ def test_a_server_that_is_down_is_tried_again(mlflow: types.SimpleNamespace) -> 
     observer.close()
     sent = [(one.key, one.value, one.step) for _, request in mlflow.client.requests for one in request]
     assert [entry for entry in sent if entry[0] not in ("epoch", "time/sample")] == triples(expected)
+
+
+def test_a_table_gets_new_columns_and_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.csv"
+    sink: Any = _Table(path)
+    sink.begin(0)
+    sink.write([{"batch": 1, "epoch": 0, "loss": 0.5}, {"batch": 2, "epoch": 0, "eval/accuracy": [0.25, 1.0]}])
+    assert path.read_text().splitlines() == [
+        "batch,epoch,loss,eval/accuracy/0,eval/accuracy/1",
+        "1,0,0.5,,",
+        "2,0,,0.25,1.0",
+    ]
+    again: Any = _Table(path)
+    again.begin(1)
+    again.write([{"batch": 2, "epoch": 0, "loss": 0.25, "note": 'a, "b"'}])
+    assert path.read_text().splitlines()[1:] == ["1,0,0.5,,,", '2,0,0.25,,,"a, ""b"""']
+    again.begin(0)
+    assert path.read_text().splitlines() == ["batch"]
