@@ -4,11 +4,9 @@ The teacher is a part of the network, frozen and in evaluation mode: it has no d
 still, and the optimizer has no memory for it. The loss returns its parts, which are logged in training and evaluation.
 """
 
-import functools
 import sys
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
@@ -44,16 +42,9 @@ class Pair(nn.Module):
         return self.student(inputs), self.teacher(inputs)
 
 
-def distillation_loss(outputs: tuple[Tensor, Tensor], labels: Tensor, share: float) -> tuple[Tensor, dict[str, Tensor]]:
-    student, teacher = ((logits / 2).log_softmax(1) for logits in outputs)  # a temperature of 2
-    soft = 4 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-    hard = F.cross_entropy(outputs[0], labels)
-    return share * soft + (1 - share) * hard, {"soft": soft, "hard": hard}
-
-
 def taught_by(teacher: nn.Module, share: float, dtype: torch.dtype = torch.float32) -> State:
-    loss = functools.partial(distillation_loss, share=share)
-    return State.create(Pair(teacher).to(dtype), loss=loss, optimizer=optim.adam(3e-3), eval_mode=["teacher"])
+    loss, net = losses.Distillation(temperature=2.0, alpha=share), Pair(teacher).to(dtype)
+    return State.create(net, loss=loss, optimizer=optim.adam(3e-3), eval_mode=["teacher"])
 
 
 def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, list[tuple[Tensor, Tensor]]]:

@@ -1,9 +1,9 @@
 """SimCLR on scikit-learn's digits: two views of each image are to be alike, and unlike those of all other images.
 
-`losses.over_batch` declares that NT-Xent compares examples, so microbatches are exact. Its temperature is learned.
+`losses.InfoNCE` compares examples, so that microbatches are computed from the outputs for the whole batch. Its
+temperature is learned.
 """
 
-import math
 import sys
 
 import torch
@@ -25,20 +25,6 @@ class Encoder(nn.Sequential):
         return super().forward(input.flatten(0, 1)).unflatten(0, input.shape[:2])
 
 
-class NTXent(nn.Module):
-    """The loss, a module whose temperature is trained with the network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_temperature = nn.Parameter(torch.tensor(0.5).log())
-
-    def forward(self, outputs: Tensor, targets: None) -> tuple[Tensor, dict[str, Tensor]]:
-        z, n = F.normalize(torch.cat(outputs.unbind(1)), dim=1), len(outputs)
-        similarities = (z @ z.T / self.log_temperature.exp()).fill_diagonal_(-math.inf)
-        loss = F.cross_entropy(similarities, torch.arange(2 * n, device=z.device).roll(n))
-        return loss, {"temperature": self.log_temperature.exp()}
-
-
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
     """Shift each image twice, by up to one pixel: (N, 1, 8, 8), and 0 to 2 in (N, 2, 2) -> (N, 2, 1, 8, 8)."""
     rows, columns = (shifts[..., None] + torch.arange(8)).unbind(2)  # (N, 2, 8) each
@@ -55,7 +41,7 @@ def two_views(event: Event, state: State) -> State:
 
 def make(dtype: torch.dtype = torch.float32) -> tuple[Step, State, data.Arrays]:
     torch.manual_seed(0)  # for the initial weights; views are drawn by the state's key
-    loss, images = losses.over_batch(NTXent().to(dtype)), data.load("digits").train_inputs.to(dtype)
+    loss, images = losses.InfoNCE(0.5, learned=True).to(dtype), data.load("digits").train_inputs.to(dtype)
     state = State.create(Encoder().to(dtype), loss=loss, optimizer=optim.adam(2e-3), target_field=None)
     step = compose(loop_events, [Algorithm("two_views", on(Event.AFTER_DATALOADER), two_views)])
     return step, state, data.arrays(images, batch_size=64, drop_last=True)

@@ -223,6 +223,8 @@ Model.fit(class_weight=) | RUN | pc.losses.CrossEntropy(weight=[1.0, 5.0])
 Model.fit(sample_weight=) | RUN | pc.State.create(weight_field=2)
 SparseCategoricalCrossentropy, CategoricalCrossentropy | pc.losses.cross_entropy; of logits
 BinaryCrossentropy | pc.losses.binary_cross_entropy; of logits
+CategoricalFocalCrossentropy | pc.losses.Focal(); of logits
+BinaryFocalCrossentropy | pc.losses.BinaryFocal(); of logits
 MeanSquaredError | pc.losses.mse
 SparseCategoricalAccuracy, CategoricalAccuracy | pc.metrics.accuracy
 BinaryAccuracy | pc.metrics.binary_accuracy

@@ -16,6 +16,7 @@ examples.
 """
 
 from purecompose._support.exports import publish
+from purecompose.losses.ctc_loss import CTC as CTC, ctc as ctc
 from purecompose.losses.evaluation import (
     check_loss as check_loss,
     evaluate_loss as evaluate_loss,
@@ -25,14 +26,22 @@ from purecompose.losses.evaluation import (
 )
 from purecompose.losses.from_model import ModelLoss as ModelLoss, model_loss as model_loss
 from purecompose.losses.functions import (
-    CTC as CTC,
     BinaryCrossEntropy as BinaryCrossEntropy,
+    BinaryFocal as BinaryFocal,
     CrossEntropy as CrossEntropy,
+    Focal as Focal,
     MeanSquaredError as MeanSquaredError,
     binary_cross_entropy as binary_cross_entropy,
+    binary_focal as binary_focal,
     cross_entropy as cross_entropy,
-    ctc as ctc,
+    focal as focal,
     mse as mse,
+)
+from purecompose.losses.pairs import (
+    Distillation as Distillation,
+    InfoNCE as InfoNCE,
+    distillation as distillation,
+    info_nce as info_nce,
 )
 from purecompose.losses.targets import (
     Mixture as Mixture,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from purecompose._support.checks import check_number, check_whole
 from purecompose._support.device import constants
-from purecompose._support.internals import is_transforming
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
 
@@ -222,112 +221,117 @@ class BinaryCrossEntropy:
         return reduced(losses.reshape(len(losses), -1).sum(1), reduction)
 
 
+@dataclass(frozen=True)
+class Focal:
+    """Softmax cross entropy in which easy positions count less, -sum_c alpha_c t_c (1 - p_c)^gamma log p_c.
+
+    Outputs and targets are as for `CrossEntropy`, and mixtures work, since the loss is linear in dense targets. The
+    mean is over the positions that count, whatever alpha is.
+
+    Args:
+        gamma: How fast positions of high probability lose weight, at least 0; 0 is cross entropy.
+        alpha: One weight per class, C numbers >= 0; by default 1 for each class.
+        ignore_index: The target index to ignore.
+
+    Raises:
+        TypeError, ValueError: As for `CrossEntropy`.
+
+    Example:
+        >>> outputs, targets = torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.tensor([0, 0])
+        >>> [round(loss, 4) for loss in focal(outputs, targets, "none").tolist()]
+        [0.1733, 0.0001]
+
+    References:
+        Tsung-Yi Lin, Priya Goyal, Ross Girshick, Kaiming He, Piotr Dollár: Focal Loss for Dense Object Detection. ICCV
+        2017. https://arxiv.org/abs/1708.02002
+    """
+
+    gamma: float = 2.0
+    alpha: Sequence[float] | Tensor | None = None
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        check_number(self.gamma, "losses.Focal: gamma", 0)
+        check_whole(self.ignore_index, "losses.Focal: ignore_index")
+        object.__setattr__(self, "alpha", _checked(self.alpha, "losses.Focal: alpha"))
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        check_classes(outputs, "losses.Focal")
+        is_index, is_counted = has_index_targets(outputs, targets), self.counted(outputs, targets)
+        logs = outputs.to(wide_dtype(outputs)).log_softmax(1)
+        weights = None if self.alpha is None else _of_classes(self.alpha, outputs, logs.dtype, "losses.Focal: alpha")
+        if is_index:
+            classes = targets.where(is_counted, 0).long()
+            losses = _damped(logs.gather(1, classes.unsqueeze(1)).squeeze(1), self.gamma)
+            losses = losses if weights is None else weights[classes] * losses
+        else:
+            each = _damped(logs, self.gamma) * targets
+            losses = each.sum(1) if weights is None else (each.movedim(1, -1) * weights).sum(-1)
+        losses = losses.where(is_counted, 0)
+        return mean_of(losses.sum(), is_counted.sum()) if reduction == "mean" else reduced(losses, reduction)
+
+    def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
+        """Return the mask of the positions in the mean, bool (N, ...)."""
+        return CrossEntropy(self.ignore_index).counted(outputs, targets)
+
+
+@dataclass(frozen=True)
+class BinaryFocal:
+    """Sigmoid cross entropy in which easy elements count less, averaged over all elements.
+
+        alpha t (1 - p)^gamma (-log p) + (1 - alpha) (1 - t) p^gamma (-log (1 - p)),   p = sigmoid(outputs)
+
+    For targets 0 and 1 this is `torchvision.ops.sigmoid_focal_loss`. Outputs and targets are as for
+    `BinaryCrossEntropy`; the loss is linear in targets between 0 and 1, so that mixtures work.
+
+    Args:
+        gamma: How fast elements of high probability lose weight, at least 0.
+        alpha: The weight of targets of 1, in [0, 1], those of 0 having 1 - alpha; `None` for weights of 1.
+
+    Raises:
+        TypeError, ValueError: As for `BinaryCrossEntropy`; a setting of the wrong type or value.
+
+    Example:
+        >>> outputs, targets = torch.tensor([[0.0], [3.0]]), torch.tensor([[1.0], [1.0]])
+        >>> [round(loss, 4) for loss in binary_focal(outputs, targets, "none").flatten().tolist()]
+        [0.0433, 0.0]
+
+    References:
+        As for `Focal`.
+    """
+
+    gamma: float = 2.0
+    alpha: float | None = 0.25
+
+    def __post_init__(self) -> None:
+        check_number(self.gamma, "losses.BinaryFocal: gamma", 0)
+        if self.alpha is not None:
+            check_number(self.alpha, "losses.BinaryFocal: alpha", 0, 1)
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        if has_index_targets(outputs, targets):
+            targets = one_hot(targets, outputs)
+        own, other = (1.0, 1.0) if self.alpha is None else (self.alpha, 1 - self.alpha)
+        wide = outputs.to(wide_dtype(outputs))
+        positive, negative = (_damped(F.logsigmoid(logits), self.gamma) for logits in (wide, -wide))
+        return reduced(own * targets * positive + other * (1 - targets) * negative, reduction)
+
+
+def _damped(logs: Tensor, gamma: float) -> Tensor:
+    """Return -(1 - p)^gamma log p for log p; the clamp keeps the gradient finite at p = 1 for a gamma below 1."""
+    return -((-torch.expm1(logs)).clamp(min=torch.finfo(logs.dtype).tiny) ** gamma) * logs
+
+
 cross_entropy: CrossEntropy = CrossEntropy()
 """`CrossEntropy` with its defaults."""
 mse: MeanSquaredError = MeanSquaredError()
 """`MeanSquaredError` with its defaults."""
 binary_cross_entropy: BinaryCrossEntropy = BinaryCrossEntropy()
 """`BinaryCrossEntropy` with its defaults."""
-
-
-_LOG_OF_0 = -1e30
-"""Finite, because the difference of two infinite logarithms is NaN."""
-
-
-@dataclass(frozen=True)
-class CTC:
-    """Connectionist temporal classification: -log of the probability of all alignments of a text with T frames.
-
-    Equal to `torch.nn.functional.ctc_loss`; it also compiles, maps over members, and has second derivatives. Outputs
-    are logits or log probabilities (N, T, C), with frames in dim 1. Targets are class indices (N, S), padded at the end
-    by negative numbers or the blank; or a tuple (indices, lengths) or (indices, lengths, frames) of them, any padding,
-    and integers (N,), the numbers of indices and of frames. The mean over examples is of losses divided by the lengths.
-
-    A text that needs more frames than there are has an infinite loss, whose gradient is 0 (torch's is NaN).
-
-    Args:
-        blank: The class of frames without an index.
-        zero_infinity: True to count infinite losses as 0.
-
-    Raises:
-        ValueError: Outputs or targets have other shapes, such as concatenated targets.
-
-    Example:
-        >>> round(ctc(torch.zeros(1, 3, 2), torch.tensor([[1, -1]])).item(), 4)  # 6 of 8 alignments
-        0.2877
-
-    References:
-        Alex Graves, Santiago Fernández, Faustino Gomez, Jürgen Schmidhuber: Connectionist Temporal Classification. ICML
-        2006.
-    """
-
-    blank: int = 0
-    zero_infinity: bool = False
-
-    def __call__(self, outputs: Tensor, targets: Any, reduction: str = "mean") -> Tensor:
-        indices, *sizes = targets if isinstance(targets, tuple | list) else (targets,)
-        if outputs.ndim != 3 or indices.ndim != 2 or len(indices) != len(outputs):
-            raise ValueError(
-                f"losses.CTC: expected outputs (N, T, C) and targets (N, S), got {tuple(outputs.shape)} and "
-                f"{tuple(indices.shape)}; torch.nn.utils.rnn.pad_sequence(texts, True, -1) pads the texts of a batch"
-            )
-        lengths = sizes[0].long() if sizes else ((indices >= 0) & (indices != self.blank)).sum(1)
-        frames = sizes[1].long() if len(sizes) > 1 else torch.full_like(lengths, outputs.shape[1])
-        indices = indices.long().where(torch.arange(indices.shape[1], device=lengths.device) < lengths[:, None], 0)
-        logs = outputs.to(wide_dtype(outputs)).log_softmax(2).clamp(min=_LOG_OF_0)
-        by = _by_recursion if is_transforming() else _ByKernel.apply
-        losses: Any = by(logs, indices, frames, lengths, self.blank)
-        losses = losses.where(losses < -0.1 * _LOG_OF_0, 0.0 if self.zero_infinity else torch.inf)
-        return reduced(losses / lengths.clamp(min=1) if reduction == "mean" else losses, reduction)
-
-
-def _by_recursion(logs: Tensor, indices: Tensor, frames: Tensor, lengths: Tensor, blank: int) -> Tensor:
-    """Return the losses, (N,), by the forward recursion over the frames, for transforms and second derivatives."""
-    # A path runs through the states blank, index, blank, ..., and may skip a blank between unequal indices.
-    states = F.pad(F.pad(indices.unsqueeze(2), (1, 0), value=blank).flatten(1), (0, 1), value=blank)
-    may_skip = F.pad((states[:, 2:] != blank) & (states[:, 2:] != states[:, :-2]), (min(2, states.shape[1]), 0))
-    logs = logs.gather(2, states[:, None].expand(-1, logs.shape[1], -1))
-    paths = F.pad(logs.new_zeros(len(logs), 1), (0, states.shape[1] - 1), value=_LOG_OF_0)
-    for frame, log in enumerate(logs.unbind(1)):
-        before = F.pad(paths, (2, 0), value=_LOG_OF_0)
-        new = torch.stack([paths, before[:, 1:-1], before[:, :-2].where(may_skip, _LOG_OF_0)]).logsumexp(0) + log
-        paths = new.where(frame < frames[:, None], paths)
-    ends = 2 * lengths[:, None] + torch.arange(2, device=logs.device)  # the last index, and the blank after it
-    return -F.pad(paths, (1, 0), value=_LOG_OF_0).gather(1, ends).logsumexp(1)
-
-
-class _ByKernel(torch.autograd.Function):
-    """The losses by torch's kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        losses, slopes = _kernel(*given)
-        ctx.save_for_backward(slopes, *given[:-1])
-        ctx.blank = given[-1]
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        slopes, *given = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative will be taken
-            losses = _by_recursion(*given, blank=ctx.blank)
-            (slopes,) = torch.autograd.grad(losses.sum(), given[0], create_graph=True)
-        return slopes * grads[0][:, None, None], None, None, None, None
-
-
-@torch.library.custom_op("purecompose::ctc", mutates_args=())
-def _kernel(logs: Tensor, indices: Tensor, frames: Tensor, lengths: Tensor, blank: int) -> tuple[Tensor, Tensor]:
-    """Return losses, (N,), and their derivatives, (N, T, C). torch reads the lengths, which tracing cannot do."""
-    given = logs.transpose(0, 1), indices, frames, lengths
-    losses, paths = torch.ops.aten._ctc_loss.Tensor(*given, blank)
-    slopes = torch.ops.aten._ctc_loss_backward.Tensor(torch.ones_like(losses), *given, losses, paths, blank)
-    return losses, slopes.transpose(0, 1).nan_to_num(0.0).contiguous()
-
-
-_kernel.register_fake(lambda logs, *_: (logs.new_empty(len(logs)), logs.new_empty(logs.shape)))
-
-ctc: CTC = CTC()
-"""`CTC` with its defaults."""
+focal: Focal = Focal()
+"""`Focal` with its defaults."""
+binary_focal: BinaryFocal = BinaryFocal()
+"""`BinaryFocal` with its defaults."""
 
 
 def mean_of(total: Tensor, count: int | Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 import purecompose as pc
-from examples.distillation import distillation_loss
 from examples.ppo import ppo_loss
 from examples.segmentation import BORDER, flipped
 from examples.simclr import shifted
@@ -216,7 +215,9 @@ def distillation(net: Any) -> Loop:
         inputs, labels = batch
         with torch.no_grad():
             teacher = net.teacher(inputs)
-        return distillation_loss((net.student(inputs), teacher), labels, share=0.9)[0]
+        student = net.student(inputs)
+        soft = 4 * F.kl_div((student / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="batchmean")
+        return 0.9 * soft + 0.1 * F.cross_entropy(student, labels)
 
     return by_loss(net, Adam(net.student.parameters(), lr=3e-3), loss)
 

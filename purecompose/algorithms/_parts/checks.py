@@ -76,7 +76,9 @@ def chosen_fields(
 
 
 def check_reads_targets(name: str, loss_fn: Callable[..., Tensor], target_field: batches.Field | None) -> None:
-    """Raise a `TypeError` if the model computes the loss, so that it reads no changed targets, or there are none."""
+    """Raise a `TypeError` if the loss reads no changed targets, as if the model computes it, or there are none."""
+    if not getattr(loss_fn, "reads_targets", True):
+        raise TypeError(f"{name}: the loss {loss_fn!r} reads no targets, which {name} would change: leave out {name}")
     if isinstance(loss_fn, losses.ModelLoss):
         raise TypeError(
             f"{name}: expected a loss of outputs and targets, got {loss_fn!r}, which the model computes "
