@@ -238,7 +238,15 @@ def test_the_page_on_data(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_on_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("checkpoints.md")
+    names = run_page("checkpoints.md")
+    for place in (0, 2):
+        weight, given = names["tuned"][place].weight, names["pruned"][place].parametrizations.weight
+        assert 0.75 < (weight == 0).float().mean() < 0.85 and torch.equal(weight != 0, given[0].mask)
+        assert not torch.equal(weight, given.original)  # the others are trained
+    if "quantised" in names:
+        inputs, net = names["inputs"], pc.to_module(names["state"]).eval()
+        difference = (names["quantised"](inputs) - net(inputs)).abs().max() / net(inputs).abs().max()
+        assert 0 < difference < 0.02
     assert "True" in capsys.readouterr().out
 
 

@@ -166,6 +166,7 @@ ModelCheckpoint | pc.Checkpoints
 ModelCheckpoint(monitor=) | Checkpoints | best="eval/accuracy"
 ModelCheckpoint(dirpath=) | Checkpoints | folder="run"
 ModelCheckpoint(every_n_epochs=, every_n_train_steps=) | Checkpoints | every="500ba"
+ModelPruning | pc.to_module(state); torch.nn.utils.prune works on it
 ModelCheckpoint(save_top_k=) | Checkpoints | keep_best=3; keep is the number of newest ones
 ModelCheckpoint(save_last=) | Checkpoints | none: the newest one always stays
 LearningRateMonitor | pc.observers.learning_rate
