@@ -68,6 +68,7 @@ from purecompose.transforms.fully_sharded import (
     whole as whole,
 )
 from purecompose.transforms.population import (
+    by_form as by_form,
     population as population,
     stack_states as stack_states,
     unstack_states as unstack_states,

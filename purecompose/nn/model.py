@@ -7,7 +7,7 @@ skeleton for the duration of a `with` block, so a user's module is never touched
 
 import copy
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -37,6 +37,13 @@ class Parts(NamedTuple):
     """Copies of the buffers, and of tensor attributes that were neither parameters nor buffers."""
     frozen: frozenset[str]
     """Names of the parameters that had `requires_grad=False`."""
+
+
+class Split(NamedTuple):
+    """A module, already split."""
+
+    module: nn.Module
+    parts: Parts
 
 
 class Model:
@@ -174,31 +181,12 @@ def from_module(
     for name, child in module.named_modules():
         place = f"the module {name!r}" if name else "the network"
         check_hidden(child, f"{place} ({type(child).__name__})", (nn.Module,))
-    names: dict[int, str] = {}
-    twins: dict[int, Tensor] = {}
-    parts: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
-    known = ChainMap(parts[True], parts[False])
-    frozen = set()
-    sharing = Sharing()
-    for tensor, _, _, name, kind in places(module):
-        if id(tensor) in names:
-            continue
-        is_param = kind == "_parameters"
-        splitting.check_tensor(tensor, name, known)
-        if not is_shared:
-            tie = sharing.add(Member(name, tensor, is_param))
-            if tie.tensor is not tensor:
-                names[id(tensor)], twins[id(tensor)] = tie.name, twins[id(tie.tensor)]
-                continue
-            if kind == "__dict__":
-                warn(f"{name} is a tensor but neither parameter nor buffer: it becomes a buffer")
-        names[id(tensor)] = name
-        twins[id(tensor)] = _meta_twin(tensor)
-        parts[is_param][name] = tensor.detach() if is_shared else tensor.detach().clone()
-        if is_param and not tensor.requires_grad:
-            frozen.add(name)
-    sharing.check()
+    names, params, buffers, frozen = _tensors_of(module, is_shared=is_shared)
     splitting.check_functions(module, names)
+    by_name: dict[str, Tensor] = {}
+    twins = {id(one.tensor): one.tensor for one in places(module)}
+    for key, tensor in twins.items():
+        twins[key] = by_name.setdefault(names[key], _meta_twin(tensor))
     memo: dict[int, Any] = dict(twins)
     try:
         skeleton = copy.deepcopy(module, memo)
@@ -213,8 +201,73 @@ def from_module(
     if not any(child.training for child in skeleton.modules()):
         skeleton.train()
     set_modes(skeleton, eval_mode, train_mode)
-    model = Model(skeleton, names_of_twins, tuple(parts[True]))
-    return Parts(model, parts[True], parts[False], frozenset(frozen))
+    return Parts(Model(skeleton, names_of_twins, tuple(params)), params, buffers, frozen)
+
+
+def from_modules(
+    modules: Iterable[nn.Module], *, eval_mode: Sequence[str] = (), train_mode: Sequence[str] = ()
+) -> Iterator[Parts]:
+    """Split modules as `from_module` does; those that differ in numbers only share one architecture.
+
+    Only networks of torch's layers and plain attributes are recognized as such, since comparing all else would take as
+    long as splitting it.
+    """
+    known: list[tuple[nn.Module, Model]] = []
+    for module in modules:
+        model = next((model for one, model in known if splitting.is_alike(one, module)), None)
+        found = None if model is None else _tensors_of(module)
+        if model is not None and found is not None and found.slot_names(module) == model.skeleton(True).slot_names():
+            yield Parts(model, found.params, found.buffers, found.frozen)
+            continue
+        parts = from_module(module, eval_mode=eval_mode, train_mode=train_mode)
+        if model is None and len(known) < _MOST_FORMS:
+            known.append((module, parts.model))
+        yield parts
+
+
+_MOST_FORMS = 32
+"""Number of architectures that networks are compared with."""
+
+
+class _Tensors(NamedTuple):
+    """The tensors of a module: their names by `id`, and what `Parts` has."""
+
+    names: dict[int, str]
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    frozen: frozenset[str]
+
+    def slot_names(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the name of each place's tensor, as `Skeleton.slot_names`."""
+        of_places = [self.names[id(place.tensor)] for place in places(module)]
+        return tuple(sorted(of_places, key=lambda name: name not in self.params))
+
+
+def _tensors_of(module: nn.Module, *, is_shared: bool = False) -> _Tensors:
+    """Return the tensors of a module, checked."""
+    names: dict[int, str] = {}
+    parts: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+    known = ChainMap(parts[True], parts[False])
+    frozen = set()
+    sharing = Sharing()
+    for tensor, _, _, name, kind in places(module):
+        if id(tensor) in names:
+            continue
+        is_param = kind == "_parameters"
+        splitting.check_tensor(tensor, name, known)
+        if not is_shared:
+            tie = sharing.add(Member(name, tensor, is_param))
+            if tie.tensor is not tensor:
+                names[id(tensor)] = tie.name
+                continue
+            if kind == "__dict__":
+                warn(f"{name} is a tensor but neither parameter nor buffer: it becomes a buffer")
+        names[id(tensor)] = name
+        parts[is_param][name] = tensor.detach() if is_shared else tensor.detach().clone()
+        if is_param and not tensor.requires_grad:
+            frozen.add(name)
+    sharing.check()
+    return _Tensors(names, parts[True], parts[False], frozenset(frozen))
 
 
 def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:

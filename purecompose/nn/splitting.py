@@ -10,6 +10,7 @@ import functools
 import sys
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -156,6 +157,48 @@ def check_modules(module: nn.Module) -> None:
                 f"{where} is a {kind}: pass the network inside it (net.module); pc.data_parallel(step) trains on "
                 "several devices"
             )
+
+
+_EXACT = frozenset({type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size})
+
+
+def is_alike(first: Any, other: Any, seen: dict[int, int] | None = None) -> bool:
+    """Return whether two modules, or two values in them, differ in the numbers of tensors only.
+
+    What is neither a module, a tensor, a container nor a plain value counts as different, even if it is the same.
+    """
+    kind = type(first)
+    if kind is not type(other):
+        return False
+    if kind in _EXACT:
+        return first == other
+    if kind in (float, complex):
+        return repr(first) == repr(other)  # 0.0 == -0.0
+    if kind in (types.FunctionType, types.BuiltinFunctionType):
+        return first is other and (first.__module__ or "torch").startswith("torch")
+    seen = {} if seen is None else seen
+    if id(first) in seen:
+        return seen[id(first)] == id(other)
+    seen[id(first)] = id(other)
+    if isinstance(first, Tensor):
+        forms = [(x.layout, x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in (first, other)]
+        return first.layout is torch.strided and forms[0] == forms[1] and not vars(first) and not vars(other)
+    if isinstance(first, nn.Module):
+        first, other = ({key: x for key, x in vars(one).items() if key not in CACHES} for one in (first, other))
+    elif kind is set:
+        return first == other and all(type(one) is str for one in first)
+    elif kind not in (dict, OrderedDict, list, tuple):
+        return False
+    if len(first) != len(other):
+        return False
+    if isinstance(first, dict):
+        if list(first) != list(other) or not all(type(key) in (str, int) for key in first):
+            return False
+        first, other = first.values(), other.values()
+    for one, another in zip(first, other, strict=True):  # a loop, since a generator would cost more than the rest
+        if not is_alike(one, another, seen):
+            return False
+    return True
 
 
 def sparse_tables(module: nn.Module) -> list[str]:

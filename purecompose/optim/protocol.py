@@ -79,7 +79,9 @@ def checked_init(optimizer: Any, params: Mapping[str, Tensor], frozen: Collectio
         TypeError: The state contains something other than tensors.
     """
     opt_state = carried(optimizer, None, params, {}, frozen) if frozen else optimizer.init(params)
-    for path, leaf in tree.leaves_with_paths(opt_state).items():
+    if all(isinstance(leaf, Tensor) for leaf in tree.leaves(opt_state)):
+        return opt_state
+    for path, leaf in tree.leaves_with_paths(opt_state).items():  # the paths take longer than all else
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"optimizer: {optimizer!r}.init gave opt_state{path} = {shown(leaf)}: expected a pytree of tensors; "

@@ -6,7 +6,7 @@ single run, with the same draws.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -253,6 +253,71 @@ def unstack_states(state: State) -> list[State]:
                 f"in state{path}"
             )
     return [member(state, index).copy() for index in range(num)]
+
+
+def by_form(fn: Callable[[State, int], Any], states: Iterable[State]) -> list[Any]:
+    """Call a function once for all states of one form, stacked, and return its results in the order of the states.
+
+    So an ensemble may have members of several widths or architectures: each form is a population of its own. States
+    have one form if `stack_states` can stack them.
+
+    Args:
+        fn: Function `(states, n) -> result` of the stacked states of n members. Of the result each member gets its
+            part: a state, if it is a population's; its row of every tensor, and its place in every list of n numbers,
+            as `evaluate` returns them, also in dicts, lists and tuples, such as the batches of `predict`.
+        states: The members.
+
+    Raises:
+        TypeError: An element is not a state.
+        ValueError: A tensor in a result does not have a row for each member.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import compose, loop_events, losses, optim
+        >>> nets = [torch.nn.Linear(2, 1), torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 1))]
+        >>> states = State.create_many([nets[0], nets[1], nets[0]], loss=losses.mse, optimizer=optim.sgd(0.1))
+        >>> batch = torch.ones(4, 2), torch.zeros(4, 1)
+        >>> states = by_form(lambda group, n: population(compose(loop_events), n)(group, batch), states)
+        >>> [len(state.params) for state in states], by_form(lambda group, n: group.loss, states)[2].shape
+        ([2, 4, 2], torch.Size([]))
+    """
+    groups: list[tuple[State, dict[str, str], list[tuple[int, State]]]] = []
+    for index, state in enumerate(states):
+        if not isinstance(state, State):
+            raise TypeError(f"by_form: expected States, got {type(state).__name__}")
+        own = _described(state)
+        for first, described, members in groups:
+            is_same = own == described and state.timestamp == first.timestamp
+            if is_same and _differing_field(first.context, state.context) is None:
+                members.append((index, state))
+                break
+        else:
+            groups.append((state, own, [(index, state)]))
+    found: dict[int, Any] = {}
+    for _, _, members in groups:
+        result = fn(stack_states([state for _, state in members]), len(members))
+        parts = _parts_of_members(result, len(members))
+        found |= {index: part for (index, _), part in zip(members, parts, strict=True)}
+    return [found[index] for index in range(len(found))]
+
+
+def _parts_of_members(result: Any, num: int) -> list[Any]:
+    """Return each member's part of what a function of stacked states returned."""
+    if isinstance(result, State):
+        return unstack_states(result)
+
+    def is_list_of_numbers(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == num and all(isinstance(one, int | float) for one in value)
+
+    def part(index: int) -> Any:
+        def own(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.shape[:1] != (num,):
+                raise ValueError(f"by_form: expected a row for each of {num} members, got {tree.describe(leaf)}")
+            return leaf[index] if isinstance(leaf, Tensor) or is_list_of_numbers(leaf) else leaf
+
+        return tree.map(own, result, is_leaf=is_list_of_numbers)
+
+    return [part(index) for index in range(num)]
 
 
 def _joined(members: list[State], role: str, *, with_common: bool = False) -> State:
