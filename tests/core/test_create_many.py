@@ -14,6 +14,8 @@ from purecompose import State, optim
 class Own(nn.Module):
     """A network with plain attributes, a buffer, and settings that may differ."""
 
+    mask: torch.Tensor
+
     def __init__(self, scale: float = 2.0, act: Any = torch.relu, *, tied: bool = False) -> None:
         super().__init__()
         self.layers, self.scale, self.act = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), scale, act
@@ -34,7 +36,7 @@ def frozen() -> nn.Module:
 
 
 def tied_by_memory() -> nn.Module:
-    net = Own()
+    net: Any = Own()
     net.layers[1].weight.data = net.layers[0].weight.data
     return net
 
