@@ -17,22 +17,11 @@ from purecompose.records.series import evaluation_columns, places
 from purecompose.time import Time, TimeUnit
 
 
-_COMPARED = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "!=": operator.ne,
-    "==": operator.eq,
-    "=": operator.eq,
-    "<": operator.lt,
-    ">": operator.gt,
-}
+_COMPARED = {"<=": operator.le, ">=": operator.ge, "!=": operator.ne, "==": operator.eq, "=": operator.eq}
+_COMPARED |= {"<": operator.lt, ">": operator.gt}
 _CONDITION = re.compile(r"\s*([^<>=!]+?)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
-_COUNTED = {
-    TimeUnit.EPOCH: "epoch",
-    TimeUnit.BATCH: "batch",
-    TimeUnit.SAMPLE: "time/sample",
-    TimeUnit.TOKEN: "time/token",
-}
+_COUNTED = {TimeUnit.EPOCH: "epoch", TimeUnit.BATCH: "batch"}
+_COUNTED |= {TimeUnit.SAMPLE: "time/sample", TimeUnit.TOKEN: "time/token"}
 
 
 def list_runs(

@@ -228,8 +228,6 @@ def _axes(run: RunRecords) -> dict[str, list[float | None]]:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
-    bad = [at for series in panel.series for at in series.not_finite]
-    total = sum(len(series.x) for series in panel.series)
     columns = panel.columns
     return {
         "title": printable(panel.title),
@@ -237,7 +235,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "share": panel.is_share,
         "log": panel.is_logarithmic,
         "columns": [printable(name) for name in columns],
-        "bad": f"{len(bad):,} of {total:,} not finite, the first at {min(bad):,.10g}" if bad else "",
+        "bad": panel.bad,
         "series": [{"run": one.run, "column": columns.index(one.column), **_thinned(one)} for one in panel.series],
     }
 

@@ -78,6 +78,13 @@ class Panel(NamedTuple):
         return list(dict.fromkeys(one.column for one in self.series))
 
     @property
+    def bad(self) -> str:
+        """How many numbers are not finite, in words; empty if all are."""
+        found = [at for series in self.series for at in series.not_finite]
+        total = sum(len(series.x) for series in self.series)
+        return f"{len(found):,} of {total:,} not finite, the first at {min(found):,.10g}" if found else ""
+
+    @property
     def is_share(self) -> bool:
         """True if the numbers are shown in percent."""
         shares = (bool(((one.y >= 0) & (one.y <= 1) | ~one.y.isfinite()).all()) for one in self.series)
