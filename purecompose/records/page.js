@@ -56,7 +56,7 @@
   function ticks(low, high, count, isLog) {
     if (isLog && high > 5 * low) {
       const found = [], far = Math.log10(high / low);
-      for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+      for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += Math.ceil(far / 8))
         for (const factor of far < 1 ? [1, 2, 3, 5, 7] : far < 3 ? [1, 3] : [1]) found.push(factor * 10 ** power);
       return found.filter(one => one >= low && one <= high);
     }
@@ -77,6 +77,18 @@
     return found;
   }
 
+  // Return the outline of what lies between two lines; numbers that are missing leave gaps.
+  function band(xs, low, high, fx, fy) {
+    let first = 0, found = "";
+    const point = (i, ys) => `${fx(xs[i]).toFixed(1)},${fy(ys[i]).toFixed(1)}`;
+    for (let i = 0; i <= xs.length; i++) if (i === xs.length || low[i] === null) {
+      const part = [...xs.keys()].slice(first, i);
+      if (part.length) found += `M${[...part.map(j => point(j, high)), ...part.reverse().map(j => point(j, low))].join("L")}Z`;
+      first = i + 1;
+    }
+    return found;
+  }
+
   function lines(panel, width) {
     return panel.series.filter(series => isShown(panel, series)).map(series => {
       const x = series.x.map(batch => place(series.run, batch));
@@ -86,8 +98,10 @@
   }
 
   function domain(panel, drawn, isLog) {
-    const all = drawn.flatMap(line => [line.y, ...line.series.low ? [line.series.low, line.series.high] : []])
-      .flat().filter(y => y !== null && (y > 0 || !isLog));
+    const known = all => all.flat().filter(y => y !== null && (y > 0 || !isLog));
+    // Of the bands without the outermost numbers, as of a single member that has diverged.
+    const bands = known(drawn.flatMap(({ series }) => series.low ? [series.low, series.high] : [])).sort((a, b) => a - b);
+    const cut = Math.ceil(bands.length / 100), all = [...known(drawn.map(line => line.y)), ...bands.slice(cut, -cut || 1)];
     if (!all.length) return [isLog ? 0.1 : 0, 1];
     let low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
     if (panel.kind === "speed" && !isLog) low = 0;
@@ -113,7 +127,7 @@
     for (const { series, x, raw, y, isSmooth } of drawn) {
       const group = make("g", { style: style(series) });
       if (series.low) group.append(make("path", { class: "band",
-        d: path([...x, ...x.slice().reverse()], [...series.low, ...series.high.slice().reverse()].map(one => isLog && one <= 0 ? low : one), fx, fy) }));
+        d: band(x, series.low, series.high, fx, y => fy(isLog ? Math.max(y, low) : y)) }));
       else if (isSmooth) group.append(make("path", { class: "raw", d: path(x, raw, fx, fy) }));
       group.append(make("path", { class: "curve", d: path(x, y, fx, fy) }));
       if (x.length <= 40) for (let i = 0; i < x.length; i++) if (y[i] !== null && (y[i] > 0 || !isLog))

@@ -242,18 +242,18 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 def _thinned(series: Series) -> dict[str, Any]:
     """Return the points of a line: medians of members, means of consecutive points of a long one, and their range."""
-    step = -(-len(series.x) // _MOST_POINTS)
-    parts = [part.T for part in series.spread.split(step, dim=1)]
-    found: dict[str, Any] = {
-        "x": [_rounded(series.x[min(i * step + step // 2, len(series.x) - 1)]) for i in range(len(parts))],
-        "y": [_rounded(float(part[:, 1].nanmean())) for part in parts],
-        "noisy": series.is_noisy,
-    }
+    count = len(series.x)
+    step = -(-count // _MOST_POINTS)
+    padded = torch.nn.functional.pad(series.spread, (0, -count % step), value=math.nan).reshape(3, -1, step)
+    levels = {"y": padded[1].nanmean(1)}
     if step > 1 or series.num_members > 1:
-        low, high = (torch.where(series.spread.isnan(), far, series.spread) for far in (math.inf, -math.inf))
-        found["low"] = [_rounded(float(part.min())) for part in low[0].split(step)]
-        found["high"] = [_rounded(float(part.max())) for part in high[2].split(step)]
-    return found
+        levels["low"] = padded[0].nan_to_num(math.inf, math.inf).amin(1)
+        levels["high"] = padded[2].nan_to_num(-math.inf, math.inf).amax(1)
+    return {
+        "x": [_rounded(series.x[min(i + step // 2, count - 1)]) for i in range(0, count, step)],
+        "noisy": series.is_noisy,
+        **{name: [_rounded(value) for value in level.tolist()] for name, level in levels.items()},
+    }
 
 
 def _rounded(value: float) -> float | None:

@@ -52,6 +52,8 @@ class Series:
     def spread(self) -> Tensor:
         """Lowest, median and highest finite number of each point, (3, points); NaN if there is none."""
         finite = torch.where(self.y.isfinite(), self.y, math.nan)
+        if self.num_members == 1:
+            return finite.T.expand(3, -1)
         levels = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
         # In pieces, because torch bounds the size of what it sorts.
         return torch.cat([torch.nanquantile(part, levels, dim=1) for part in finite.split(10_000)], dim=1)

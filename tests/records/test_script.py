@@ -1,5 +1,7 @@
 """The script of a report, in a browser, if there is one."""
 
+import contextlib
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +18,9 @@ playwright = pytest.importorskip("playwright.sync_api", reason="the script needs
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the script needs chromium")
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Iterator[Any]:
-    """The report of two runs, on a wide screen; errors of its script fail."""
-    runs = [made_up("first", starts=(at(0), at(20))), made_up("second", count=20, batch_5={"loss": 0.001})]
-    for run in runs:
-        run.records.extend({"batch": i, "epoch": i // 10, "eval/loss": 2.0 - i / 20} for i in (10, 20))
-        run.records.sort(key=lambda record: record["batch"])
-    path = write_report(runs, tmp_path / "report.html")
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a report on a wide screen; errors of its script fail."""
     errors: list[str] = []
     with playwright.sync_playwright() as found:
         browser = found.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -34,6 +31,17 @@ def page(tmp_path: Path) -> Iterator[Any]:
         yield page
         browser.close()
     assert errors == []
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Any]:
+    """The report of two runs."""
+    runs = [made_up("first", starts=(at(0), at(20))), made_up("second", count=20, batch_5={"loss": 0.001})]
+    for run in runs:
+        run.records.extend({"batch": i, "epoch": i // 10, "eval/loss": 2.0 - i / 20} for i in (10, 20))
+        run.records.sort(key=lambda record: record["batch"])
+    with opened(write_report(runs, tmp_path / "report.html")) as page:
+        yield page
 
 
 def num_curves(page: Any) -> int:
@@ -85,3 +93,14 @@ def test_the_page_is_not_wider_than_the_screen(page: Any, width: int) -> None:
     page.wait_for_timeout(100)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator(".resumed").count() == 5
+
+
+def test_a_population_has_a_band_that_ends_where_numbers_are_missing(tmp_path: Path) -> None:
+    run = made_up(members=3, batch_5={"loss": [math.nan] * 3}, batch_20={"loss": [1.0, 1.5, 1e30]})
+    with opened(write_report(run, tmp_path / "report.html")) as page:
+        assert page.locator("path.band").first.get_attribute("d").count("Z") == 2
+        assert page.locator("figure .bad").inner_text() == "1 of 40 not finite, the first at 5"
+        assert page.locator("figure").first.locator("text[text-anchor=end]").count() <= 10
+        page.locator("figure input").first.uncheck()
+        ticks = page.locator("figure").first.locator("text[text-anchor=end]").all_text_contents()
+        assert float(ticks[-1]) < 10  # one member that has diverged does not decide
