@@ -14,6 +14,7 @@ from purecompose import (
     data as data,
     errors as errors,
     functional as functional,
+    integrations as integrations,
     loop as loop,
     losses as losses,
     metrics as metrics,

@@ -139,6 +139,7 @@ def schedule_free(beta: Annotated[float, Within(0, 1, below=True)] = 0.9, *, nam
         name,
         on(Event.INIT, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_START, Event.PREDICT_START),
         apply,
+        traits=frozenset({Trait.READS_OPTIMIZER}),
         runs_before=(Trait.AVERAGES_WEIGHTS,),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
     )

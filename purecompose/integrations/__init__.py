@@ -1,0 +1,13 @@
+"""Methods in the loops of other libraries: callbacks of Lightning and of Hugging Face's Trainer.
+
+Each callback runs a list of methods at the places that its loop offers, by the passes and with the draws of a step of
+this library. It refuses methods that need other places. The libraries are imported on first use.
+"""
+
+from purecompose._support.exports import publish
+from purecompose.integrations.lightning import lightning_callback as lightning_callback
+from purecompose.integrations.methods import LoopMethods as LoopMethods
+from purecompose.integrations.transformers import trainer_callback as trainer_callback
+
+
+publish(__name__)
