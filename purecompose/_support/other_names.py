@@ -181,7 +181,7 @@ StochasticWeightAveraging | pc.algorithms.swa
 WeightAveraging, EMAWeightAveraging | pc.algorithms.ema
 BaseFinetuning, BackboneFinetuning | pc.algorithms.layer_freezing; or state.replace(frozen=["backbone.*"])
 GradientAccumulationScheduler | pc.algorithms.gradient_accumulation
-Trainer(max_epochs=, max_steps=) | RUN | pc.State.create(duration="20ep"); steps as "500ba"
+Trainer(max_epochs=, max_steps=) | RUN | pc.State.create(duration="20ep"); steps as "500up"
 Trainer(max_time=) | RUN | pc.fit(duration="30m")
 Trainer(gradient_clip_val=) | RUN | pc.algorithms.gradient_clipping("norm", 1.0)
 Trainer(accumulate_grad_batches=) | RUN | pc.algorithms.gradient_accumulation(4)

@@ -27,7 +27,7 @@ OWN_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _QUOTED = re.compile(
     r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|"""
     rf"(?<![\w.]){OWN_NAME.pattern}|"
-    r"(?<![\w.])(?:(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:ep|ba|sp|tok|dur|sec)"
+    r"(?<![\w.])(?:(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:ep|ba|up|sp|tok|dur|sec)"
     r"|(?=\d)(?:\d+h)?(?:\d+m)?(?:\d+s)?)(?![\w.]|\s*=)",
     re.ASCII | re.IGNORECASE,
 )
@@ -76,7 +76,7 @@ def parse(text: str) -> tuple[Call, ...]:
         raise SpecError(
             f"cannot read {line if len(line) <= 80 else line[:77] + '...'!r}: {reason}; expected names separated by "
             "commas, each with or without arguments in parentheses; text is quoted, and a time is a number and ep, ba, "
-            "sp, tok, dur or sec"
+            "up, sp, tok, dur or sec"
         ) from error
     return tuple(map(_call, expression.elts if isinstance(expression, ast.Tuple) else [expression]))
 

@@ -13,7 +13,7 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.base import match_or_raise
-from purecompose.schedule import Schedule
+from purecompose.schedule import Scalar, Schedule
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import Averages, with_weights
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit, predicates
@@ -49,7 +49,9 @@ def compute_ema(
 def ema(
     half_life: TimeLike | None = None,
     *,
-    smoothing: Annotated[float | None, Within(0, 1)] = None,
+    smoothing: Annotated[Scalar | None, Within(0, 1)] = None,
+    warmup: Annotated[int | None, Within(1, hint="it counts updates of the average")] = None,
+    power: Annotated[float | None, Within(0, above=True, hint="2/3 and 3/4 are common")] = None,
     start: Point = 0.0,
     every: Period = "1ba",
     buffers: Patterns = STATISTICS,
@@ -61,10 +63,12 @@ def ema(
         E <- s E + (1 - s) W,   s = 2^(-u / h)
 
     with W the weights after a step, u the interval between updates and h the half-life, in the same unit; or with a
-    given number s. The first update sets E = W. The trainable parameters and the running statistics of normalization
-    layers are averaged. Parameters that are frozen at INIT, even if they are thawed later, and all other buffers are
-    those of the live network: the mean of the vectors of a spectral norm's power iteration, of a queue or of a
-    codebook's entries is not a valid one.
+    given number s. The first update sets E = W. At the start of a run, where weights move far, s may be smaller: with
+    `warmup` it is s (1 - exp(-n / warmup)) after n updates, as in code for detection, and with `power` it is at most 1
+    - (1 + n)^(-power), as in code for diffusion models. The trainable parameters and the running statistics of
+    normalization layers are averaged. Parameters that are frozen at INIT, even if they are thawed later, and all other
+    buffers are those of the live network: the mean of the vectors of a spectral norm's power iteration, of a queue or
+    of a codebook's entries is not a valid one.
 
     The slot contains the averages, an `Averages`. Evaluation and prediction with `step=` use them, as in `fit`;
     `to_module(state, weights="ema")` and `with_weights(state, "ema")` return them. Until the first update they are the
@@ -76,7 +80,10 @@ def ema(
     Args:
         half_life: The time after which the contribution of a weight is halved, in batches, epochs or as a share of the
             run: "100ba", "2ep", "0.01dur"; by default "1000ba" unless `smoothing` is given.
-        smoothing: The factor s in [0, 1] for each update, instead of a half-life.
+        smoothing: The factor s in [0, 1] for each update, instead of a half-life. An `hparam` or a schedule may be
+            given, and gradients flow to an hparam.
+        warmup: The number of updates in which s rises to 63 % of its value; 2000 is common. By default it does not.
+        power: The exponent of the upper bound of s; by default there is none.
         start: The time at which averaging begins, a share of the run or a time.
         every: The interval between updates, counted from the beginning of the run, in the same units; by default every
             batch. It should be much smaller than the half-life.
@@ -122,7 +129,12 @@ def ema(
             return with_weights(state, name)
         old = state.slots[name]
         # The first update takes the weights themselves.
-        s = torch.where(old.num > 0, as_scalar(state.scalar(factor), torch.float64, state.device), 0.0)
+        s = as_scalar(state.scalar(factor), torch.float64, state.device)
+        if warmup is not None:
+            s = s * (1 - torch.exp(-old.num.double() / warmup))
+        if power is not None:
+            s = torch.minimum(s, 1 - (1 + old.num.double()) ** -power)
+        s = torch.where(old.num > 0, s, 0.0)
         params = compute_ema(old.params, state.params, s)
         statistics = compute_ema(old.buffers, state.buffers, s)
         new = Averages(params, _with_infinities(statistics, state.buffers), old.num + 1)
@@ -132,6 +144,7 @@ def ema(
     # A start at the beginning is left out: as a share of the run it would require the run's length.
     updates = updates & after(start) if start else updates
     config = {"half_life" if smoothing is None else "smoothing": factor, "start": str(start), "every": str(every)}
+    config |= {key: value for key, value in (("warmup", warmup), ("power", power)) if value is not None}
     config |= {} if buffers == STATISTICS else {"buffers": buffers}
     config |= {} if where is None else {"where": where}
     return Algorithm(
@@ -144,7 +157,7 @@ def ema(
     )
 
 
-def _factor(half_life: TimeLike | None, smoothing: float | None, every: Time) -> Schedule | float:
+def _factor(half_life: TimeLike | None, smoothing: Scalar | None, every: Time) -> Scalar:
     """Return s, the share of the averages that an update keeps."""
     if half_life is not None and smoothing is not None:
         raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 import torch
@@ -118,9 +118,10 @@ def gradient_accumulation(
     In a step without an update there are no gradients after AFTER_TRAIN_BATCH: neither the weights nor the optimizer's
     state change. A parameter is updated if any batch of the group has a gradient for it. A compiled or mapped step
     cannot check this: there, a parameter without a gradient in the last batch waits for the next group's update. Time
-    counts batches, and so do schedules and intervals of other methods. Groups continue from one epoch to the next. The
-    last batch of a run completes its group, whose mean is over fewer batches, if the run's length in batches is known,
-    from `duration` and `batches_per_epoch`; otherwise its last batches are not applied, with a warning at FIT_END.
+    counts batches, and so do schedules and intervals of other methods, unless they are given in updates, as "1000up".
+    Groups continue from one epoch to the next. The last batch of a run completes its group, whose mean is over fewer
+    batches, if the run's length in batches is known, from `duration` and `batches_per_epoch`; otherwise its last
+    batches are not applied, with a warning at FIT_END.
 
     Events: INIT, FIT_END; BEFORE_TRAIN_BATCH of every k-th step, counted from 1, and of the last, which a program with
     AFTER_TRAIN_BATCH needs in order to update at all; AFTER_LOSS of every slice, to count its terms (in a program
@@ -157,6 +158,8 @@ def gradient_accumulation(
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
             trained = {key: state.params[key] for key in state.context.trainable}
+            run = replace(state.timestamp.run, batches_per_update=num_steps)
+            state = state.replace(timestamp=state.timestamp.replace(run=run))
             return with_slot(state, AccumulatedGradients.empty(trained))
         if event is Event.FIT_END:
             warn(

@@ -1,12 +1,13 @@
 """Scale schedule: shortens or prolongs a run, scaling its length and all of its schedules together."""
 
+from dataclasses import replace
 from typing import Annotated
 
 from purecompose._support.checks import shown
 from purecompose.core.state import State
 from purecompose.schedule import Schedule, collect, scaled
 from purecompose.schedule.declared import Within, checked
-from purecompose.time import RunLength, Time
+from purecompose.time import Time
 
 
 @checked
@@ -79,7 +80,7 @@ def scale_schedule(
             "schedule with absolute times; give State.create(..., duration='20ep')"
         )
     duration = None if run.duration is None else _scaled_duration(run.duration, ratio)
-    length = RunLength(duration, run.batches_per_epoch)
+    length = replace(run, duration=duration)
     # Drop the old schedules: they are no longer used, and may have no value in a run of another length.
     schedules = collect(optimizer, Schedule)
     return state.replace(optimizer=optimizer, schedules=schedules, timestamp=state.timestamp.replace(run=length))

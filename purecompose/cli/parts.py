@@ -155,9 +155,16 @@ def duration_of(settings: Settings, is_text: bool | None) -> Time:
     """Return the length of the run; for images it cannot be in tokens."""
     text = settings.duration or ""
     duration = Time.of(text)
-    units = [TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, *([] if is_text is False else [TimeUnit.TOKEN])]
+    units = [
+        TimeUnit.EPOCH,
+        TimeUnit.BATCH,
+        TimeUnit.UPDATE,
+        TimeUnit.SAMPLE,
+        *([] if is_text is False else [TimeUnit.TOKEN]),
+    ]
     if duration.unit not in units or duration.value <= 0:
-        names = "epochs, batches or samples" if is_text is False else "epochs, batches, samples or tokens"
+        last = "updates or samples" if is_text is False else "updates, samples or tokens"
+        names = f"epochs, batches, {last}"
         raise ValueError(f"{text}: expected a number of {names}: 20ep, 500ba or 10000sp")
     return duration
 

@@ -305,7 +305,7 @@ def _with_duration(state: State, duration: Time | str | None) -> tuple[State, fl
         raise ValueError("no duration: give State.create or fit one, such as duration='20ep'")
     if wanted.unit is TimeUnit.SECOND:
         return state, float(wanted.value)
-    return _with_run(state, RunLength(wanted, run.batches_per_epoch)), math.inf
+    return _with_run(state, replace(run, duration=wanted)), math.inf
 
 
 def _with_epoch_length(state: State, data: Any) -> State:
@@ -320,7 +320,7 @@ def _with_epoch_length(state: State, data: Any) -> State:
                 f"the run is counted in epochs ({run}), and data.stream has none: give State.create(batches_per_epoch="
                 '...), or a duration in batches, such as "1000ba"'
             )
-        return _with_run(state, RunLength(run.duration, length))
+        return _with_run(state, replace(run, batches_per_epoch=length))
     if length is not None and length < run.batches_per_epoch:
         raise ValueError(
             f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "

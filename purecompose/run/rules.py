@@ -152,11 +152,11 @@ class Threshold:
 
 
 # Time is stored in all of these units, so that a run may continue with a patience in another unit.
-_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.UPDATE)
 
 
 def _counts(state: State) -> Tensor:
-    """Return the time in all units, int64 of shape (4,)."""
+    """Return the time in all units, int64 of shape (5,)."""
     return torch.tensor([int(state.timestamp.get(unit)) for unit in _UNITS], device=state.device)
 
 

@@ -460,8 +460,10 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
     time = named_time(interval, "every: interval", TimeUnit.BATCH)
     if time.value <= 0:
         raise ValueError(f"every({interval!r}): expected a positive interval")
-    if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION):
-        raise ValueError(f"every({interval!r}): expected batches (ba), epochs (ep) or a fraction of the run (dur)")
+    if time.unit not in (TimeUnit.BATCH, TimeUnit.UPDATE, TimeUnit.EPOCH, TimeUnit.DURATION):
+        raise ValueError(
+            f"every({interval!r}): expected batches (ba), updates (up), epochs (ep) or a fraction of the run (dur)"
+        )
     if since is not None and in_epoch:
         raise ValueError(f"every({interval!r}): expected in_epoch or since={since!r}, got both")
     return _Every(time, in_epoch, None if since is None else named_point(since, "every: since"))
@@ -495,7 +497,7 @@ def epoch_ends() -> Predicate:
 def _counter(time: Time, run: RunLength) -> TimeUnit:
     """Return the unit of the counter by which `Timestamp.reached` decides about a time."""
     if time.unit is not TimeUnit.DURATION:
-        return time.unit
+        return TimeUnit.BATCH if time.unit is TimeUnit.UPDATE else time.unit
     if run.duration is None or run.total_batches is not None:
         return TimeUnit.BATCH
     return run.duration.unit

@@ -19,6 +19,7 @@ class RunLength:
     Args:
         duration: The time at which the run is finished, in any unit but `dur`; None for never.
         batches_per_epoch: Number of batches in an epoch; None if the loader does not know it.
+        batches_per_update: Number of batches for each update of the optimizer, which `gradient_accumulation` sets.
 
     Raises:
         TypeError, ValueError: A value is not of this kind or not positive.
@@ -30,8 +31,11 @@ class RunLength:
 
     duration: Time | None = None
     batches_per_epoch: int | None = None
+    batches_per_update: int = dataclasses.field(default=1, repr=False)
 
-    def __init__(self, duration: TimeLike | None = None, batches_per_epoch: int | None = None) -> None:
+    def __init__(
+        self, duration: TimeLike | None = None, batches_per_epoch: int | None = None, batches_per_update: int = 1
+    ) -> None:
         length = None if duration is None else named_time(duration, "duration")
         if length is not None and length.unit is TimeUnit.DURATION:
             raise ValueError(f"duration={length}: a run cannot be a fraction of itself; write '20ep' or '500ba'")
@@ -41,6 +45,8 @@ class RunLength:
         if batches_per_epoch is not None:
             batches_per_epoch = check_whole(batches_per_epoch, "batches_per_epoch", 1)
         object.__setattr__(self, "batches_per_epoch", batches_per_epoch)
+        batches_per_update = check_whole(batches_per_update, "batches_per_update", 1)
+        object.__setattr__(self, "batches_per_update", batches_per_update)
 
     @functools.cached_property
     def total_batches(self) -> float | None:
@@ -61,6 +67,8 @@ class RunLength:
         time = Time.of(time)
         if time.unit is TimeUnit.BATCH:
             return float(time.value)
+        if time.unit is TimeUnit.UPDATE:
+            return float(time.value * self.batches_per_update)
         if time.unit is TimeUnit.EPOCH and self.batches_per_epoch is not None:
             return float(time.value * self.batches_per_epoch)
         if time.unit is TimeUnit.DURATION and self.total_batches is not None:
@@ -68,7 +76,13 @@ class RunLength:
         return None
 
 
-_COUNTERS = {TimeUnit.EPOCH: "epoch", TimeUnit.BATCH: "batch", TimeUnit.SAMPLE: "sample", TimeUnit.TOKEN: "token"}
+_COUNTERS = {
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.BATCH: "batch",
+    TimeUnit.UPDATE: "update",
+    TimeUnit.SAMPLE: "sample",
+    TimeUnit.TOKEN: "token",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +193,11 @@ TimeUnit.EPOCH), batches_per_epoch=3))
             )
         return getattr(self, _COUNTERS[unit])
 
+    @property
+    def update(self) -> int:
+        """Updates of the optimizer so far."""
+        return self.batch // self.run.batches_per_update
+
     def elapsed(self) -> float | None:
         """Return the elapsed fraction of the run; above 1 if training continues.
 
@@ -234,6 +253,8 @@ TimeUnit.EPOCH), batches_per_epoch=3))
             total = self.run.total_batches
             unit = duration.unit if total is None else TimeUnit.BATCH
             value = snapped(value * (duration.value if total is None else total))
+        if unit is TimeUnit.UPDATE:
+            return TimeUnit.BATCH, value * self.run.batches_per_update
         if unit is TimeUnit.SECOND:
             raise ValueError(
                 f"{time}: wall-clock time is not part of the state, so no step can wait for it; "

@@ -35,7 +35,8 @@ class TimeUnit(enum.Enum):
     """
 
     EPOCH = "ep"
-    BATCH = "ba"  # optimisation steps
+    BATCH = "ba"
+    UPDATE = "up"  # of the optimizer, each after one batch, or several under gradient accumulation
     SAMPLE = "sp"  # summed over ranks
     TOKEN = "tok"  # summed over ranks
     DURATION = "dur"  # fraction of the run's duration
@@ -49,8 +50,8 @@ class TimeUnit(enum.Enum):
             if value.lower() in (unit.value, unit.name.lower()):
                 return unit
         raise ValueError(
-            f"no unit of time is called {value!r}; there are ep (epochs), ba (batches, one step each), sp (samples), "
-            "tok (tokens), dur (fraction of the run) and sec (seconds)"
+            f"no unit of time is called {value!r}; there are ep (epochs), ba (batches, one step each), up (updates of "
+            "the optimizer), sp (samples), tok (tokens), dur (fraction of the run) and sec (seconds)"
         )
 
 
@@ -68,7 +69,7 @@ class Time:
 
     Args:
         value: An int, or a float for `dur`.
-        unit: A `TimeUnit` or its short name: "ep", "ba", "sp", "tok", "dur" or "sec".
+        unit: A `TimeUnit` or its short name: "ep", "ba", "up", "sp", "tok", "dur" or "sec".
 
     Raises:
         TypeError: The value is not whole, in another unit than `dur`.
@@ -201,7 +202,7 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
     Example:
         >>> named_time("soon", "ema: half_life")
         Traceback (most recent call last):
-        ValueError: ema: half_life='soon': cannot read the time 'soon'; write a number and a unit (ep, ba, sp, ...
+        ValueError: ema: half_life='soon': cannot read the time 'soon'; write a number and a unit (ep, ba, up, ...
     """
     try:
         return Time.of(value, default_unit)

@@ -241,3 +241,24 @@ def test_evaluating_a_state_without_the_slot_says_what_is_missing():
     step = compose(loop_events, [ema()])
     with pytest.raises(ValueError, match="weights='ema'.*no algorithm of this state keeps any"):
         pc.evaluate(make_state(), make_batches(1), step=step)
+
+
+# Warm-up
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"smoothing": 0.9, "warmup": 3}, lambda n: 0.9 * (1 - math.exp(-n / 3))),
+        ({"smoothing": 0.9, "power": 2 / 3}, lambda n: min(0.9, 1 - (1 + n) ** (-2 / 3))),
+        ({"smoothing": 0.9 * pc.schedule.linear(0.0, 1.0, "12ba")}, lambda n: 0.9 * (n + 1) / 12),
+        ({"smoothing": pc.hparam("s", 0.8)}, lambda n: 0.8),
+    ],
+    ids=["detection", "diffusion", "schedule", "hparam"],
+)
+def test_the_smoothing_may_change_with_the_updates(settings, factor):
+    """The factor after n updates; a schedule has its value at the end of the batch."""
+    states = states_after(ema(**settings), cnn_state(), BATCHES)
+    samples = [weights_of(state) for state in states[1:]]
+    expected = expected_averages(samples, [factor(n) for n in range(1, len(samples))])
+    assert_near(averages_of(states[-1], "ema"), expected)

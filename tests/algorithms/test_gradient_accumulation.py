@@ -394,3 +394,45 @@ class Unsized:
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
+
+
+# Time in updates
+
+
+def test_time_may_be_counted_in_updates():
+    """With k batches per update, a run, a schedule and an interval in updates are those of k times as many batches."""
+    seen = []
+
+    def look(event, state):
+        seen.append(state.timestamp.batch)
+        return state
+
+    every_second = pc.Algorithm("look", pc.on(Event.BATCH_END) & pc.every("2up"), look, host=True)
+    averages = alg.ema("2up", every="1up", start="1up")
+    rate = 0.3 * pc.schedule.linear(1.0, 0.0, "4up")
+    step = compose(loop_events, [gradient_accumulation(3), every_second, averages])
+    state = started(step, helpers.make_state(duration="4up"), optim.sgd(rate))
+    assert state.timestamp.run.total_batches == 12
+    batch, counts = helpers.make_batch(), []
+    while not state.timestamp.is_finished():
+        state = step(state, batch)
+        counts.append(state.timestamp.get("up"))
+    assert counts == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    assert seen == [6, 12]
+    assert state.slots["ema"].num == 4
+    other = compose(loop_events, [gradient_accumulation(3), alg.ema("6ba", every="3ba", start="3ba")])
+    rate = 0.3 * pc.schedule.linear(1.0, 0.0, "12ba")
+    in_batches = started(other, helpers.make_state(duration="12ba"), optim.sgd(rate))
+    for _ in range(12):
+        in_batches = other(in_batches, batch)
+    assert not tree.diff(state.params, in_batches.params)
+    assert not tree.diff(state.slots["ema"], in_batches.slots["ema"])
+
+
+def test_without_accumulation_an_update_is_a_batch(tmp_path):
+    run = pc.time.RunLength("4up", batches_per_epoch=3)
+    assert run.total_batches == 4
+    state = compose(loop_events, [gradient_accumulation(3)]).init(helpers.make_state(duration="4up"))
+    pc.save(state, tmp_path / "state")
+    loaded = pc.load(tmp_path / "state", state.replace(timestamp=pc.time.Timestamp()))
+    assert loaded.timestamp == state.timestamp and loaded.timestamp.run.batches_per_update == 3

@@ -50,8 +50,10 @@ def checked_written_field(field: Any, role: str) -> Any:
 def checked_period(period: Any, where: str) -> Time:
     """Require a positive time in a unit that can be counted in batches."""
     time = checked_interval(period, where, TimeUnit.BATCH)
-    if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION):
-        raise ValueError(f"{where}={str(time)!r}: expected batches (ba), epochs (ep) or a share of the run (dur)")
+    if time.unit not in (TimeUnit.BATCH, TimeUnit.UPDATE, TimeUnit.EPOCH, TimeUnit.DURATION):
+        raise ValueError(
+            f"{where}={str(time)!r}: expected batches (ba), updates (up), epochs (ep) or a share of the run (dur)"
+        )
     return time
 
 

@@ -100,6 +100,7 @@ def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
         **counters,
         "duration": None if run.duration is None else str(run.duration),
         "batches_per_epoch": run.batches_per_epoch,
+        "batches_per_update": run.batches_per_update,
     }
 
 
@@ -107,7 +108,8 @@ def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
     """Return the timestamp from the values of `time_to_plain`."""
     try:
         duration = plain["duration"]
-        run = RunLength(None if duration is None else Time.of(duration), plain["batches_per_epoch"])
+        length = None if duration is None else Time.of(duration)
+        run = RunLength(length, plain["batches_per_epoch"], plain.get("batches_per_update", 1))
         return Timestamp(**{name: plain[name] for name in _COUNTERS}, run=run)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedError(f"its index has no valid time: {error}") from error
@@ -122,7 +124,12 @@ def _is_span(rows: object) -> bool:
     return isinstance(rows, list) and len(rows) == 2 and all(map(is_count, rows))
 
 
-_TIME = {**dict.fromkeys(_COUNTERS, is_count), **{"duration": (str, None), "batches_per_epoch": (is_count, None)}}
+_TIME = {
+    **dict.fromkeys(_COUNTERS, is_count),
+    "duration": (str, None),
+    "batches_per_epoch": (is_count, None),
+    "batches_per_update?": is_count,
+}
 DECIDES = "best"
 """Name of the note in an index which metric decides what the best checkpoint is, and which values are better."""
 _MEMORY = {
