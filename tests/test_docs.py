@@ -127,7 +127,7 @@ def test_the_page_on_training(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("training.md")
     printed = capsys.readouterr().out
     assert "3.0/3 ep" in printed  # the progress observer
-    assert re.search(r"\n5 30\n\{'loss': [\d.]+\} in epoch [123]\n12\n12\n16\n8\n", printed)
+    assert re.search(r"\n5 30\n32 8\n\{'loss': [\d.]+\} in epoch [123]\n12\n12\n16\n8\n", printed)
     assert names["best"].timestamp.batch in (6, 12, 18)
     assert names["epochs_seen"] == [1, 2, 3]
     batch_numbers, accuracies = names["history"].series("eval/accuracy")
