@@ -104,7 +104,7 @@ class Keeper:
     def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint is due between two times, or because its metrics are among the best."""
         self._complete(waits=False)
-        if _has(self._best_with(now, metrics), now):
+        if metrics and _has(self._best_with(now, metrics), now):
             return True
         every = self.settings.every
         assert not isinstance(every, str)

@@ -141,7 +141,12 @@ def newest(folder: Path | str) -> Path | None:
 
 
 class Ranked(NamedTuple):
-    """A checkpoint, and the value of the metric by which checkpoints are compared."""
+    """A checkpoint, and the value of the metric by which checkpoints are compared.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        value: Value of the metric.
+    """
 
     path: Path
     value: float

@@ -46,6 +46,19 @@ def test_a_run_continues_with_the_same_bits_from_the_newest_that_is_whole_for_al
         assert "clocks differ" in found["refused"]
 
 
+def test_the_best_states_are_those_of_all_processes(written: tuple[Path, list[Any]]) -> None:
+    """A run that is cut after its fifth batch keeps the same ones, and returns the same best state, in each process."""
+    _, results = written
+    expected, moment, ranked = results[0]["best"]["best"]
+    assert len(ranked) == 3 and ranked[0][0] != "ep0003-ba00000009" and "batch 9" not in moment
+    for found in (one["best"] for one in results):
+        for state, when, names in (found["best"], found["best and cut"]):
+            assert (when, names) == (moment, ranked)
+            assert state.keys() == expected.keys()
+            for name, leaf in state.items():
+                assert torch.equal(leaf, expected[name]), name
+
+
 def test_a_process_that_fails_lets_no_other_wait(written: tuple[Path, list[Any]]) -> None:
     _, results = written
     every = ["ep0000-ba00000001", "ep0000-ba00000002", "ep0001-ba00000003"]

@@ -54,8 +54,8 @@ def saved_and_loaded(mesh: Any, other: Any, folder: Path) -> dict[str, list[str]
     }
 
 
-def run(mesh: Any, folder: Path, duration: str, observers: Any = (), **settings: Any) -> State:
-    """Return the state of a run with checkpoints, which continues from the newest."""
+def run(mesh: Any, folder: Path, duration: str, observers: Any = (), of_fit: Any = None, **settings: Any) -> State:
+    """Return the state of a run with checkpoints, which continues from the newest; `of_fit` are settings of `fit`."""
     step, state = step_and_state()
     return pc.fit(
         pc.fully_sharded(step, mesh),
@@ -65,6 +65,7 @@ def run(mesh: Any, folder: Path, duration: str, observers: Any = (), **settings:
         observers=observers,
         checkpoints=pc.Checkpoints(folder, every="1ba", **settings),
         resume="auto",
+        **(of_fit or {}),
     )
 
 
@@ -87,6 +88,25 @@ def resumed(mesh: Any, folder: Path) -> dict[str, Any]:
         "kept": sorted(path.name for path in (folder / "cut").iterdir()),
         "warnings": [str(one.message) for one in told_of],
     }
+
+
+def wobble(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return a metric of the state that goes up and down."""
+    return torch.sin(300 * outputs.sum(1))
+
+
+def best(mesh: Any, folder: Path) -> dict[str, Any]:
+    """Return the best states of a whole run and of one that is cut, and the checkpoints that they keep."""
+    found: dict[str, Any] = {}
+    evaluator = pc.Evaluator(make_batches(2, 6, shape=(2, 6, 6)), {"wobble": wobble}, every="1ba")
+    settings: dict[str, Any] = {"keep": 1, "best": "eval/wobble", "keep_best": 2, "mode": "max"}
+    for name, durations in (("best", ["9ba"]), ("best and cut", ["5ba", "9ba"])):
+        of_fit = {"evaluate": evaluator, "result": "best"}
+        ends = [run(mesh, folder / name, one, of_fit=of_fit, background=False, **settings) for one in durations]
+        dist.barrier()
+        ranked = [(path.name, value) for path, value in pc.saving.ranked(folder / name)]
+        found[name] = told(pc.whole(ends[-1])), str(ends[-1].timestamp), ranked
+    return found
 
 
 def refused(mesh: Any, folder: Path) -> str:
@@ -225,6 +245,7 @@ def results(mesh: Any, folder: Path) -> dict[str, Any]:
     return {
         "loaded": saved_and_loaded(mesh, other, folder),
         "resumed": resumed(mesh, folder),
+        "best": best(mesh, folder),
         "refused": refused(mesh, folder),
         "described": described(folder),
         "failed": failed_alone(mesh, folder),
