@@ -15,8 +15,9 @@ from purecompose.algorithms import BY_NAME
 from purecompose.analysis import RecordedRun, predicates
 from purecompose.analysis.sweeping import with_named_rate
 from purecompose.cli.options import Folder, Number, Run, Shown, Time, UsageError, one_line, reported_as
+from purecompose.cli.own import imported, is_own
 from purecompose.cli.results import KeptRun
-from purecompose.cli.settings import Given, Settings, imported, is_own
+from purecompose.cli.settings import Given, Settings
 from purecompose.cli.setup import Data, Setup, arithmetic_of, completed, prepare
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step

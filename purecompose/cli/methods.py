@@ -17,7 +17,8 @@ from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.options import List, Number, Run, Shown, Time, UsageError, one_line, reported_as
-from purecompose.cli.settings import Given, check_no_module, imported, settings_of
+from purecompose.cli.own import check_no_module, imported
+from purecompose.cli.settings import Given, settings_of
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
 from purecompose.core.state import State
 

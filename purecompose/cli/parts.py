@@ -14,17 +14,8 @@ from purecompose._support import specs
 from purecompose._support.checks import check_number, check_whole
 from purecompose._support.device import PRECISIONS
 from purecompose.cli.options import option_of, reported_as
-from purecompose.cli.settings import (
-    ALGORITHMS,
-    LOSSES,
-    OPTIMIZERS,
-    SCHEDULES,
-    Settings,
-    check_no_module,
-    imported,
-    is_own,
-    with_arguments,
-)
+from purecompose.cli.own import ALGORITHMS, check_no_module, imported, is_own
+from purecompose.cli.settings import LOSSES, OPTIMIZERS, SCHEDULES, Settings, with_arguments
 from purecompose.core.algorithm import Algorithm
 from purecompose.nn import models
 from purecompose.random import key

@@ -1,32 +1,35 @@
-"""The settings that define a run, and their sources: options, a recipe, a file, and a run's folder.
+"""The settings that define a run, and their sources: options, a recipe, a file, and a run's folder."""
 
-Settings may name the user's own code, `my_module:name`, for algorithms, networks and data. Importing a module runs its
-code. A name in a file, such as a run's `config.toml`, is therefore imported only if the command line names it too, or
-has `--allow-imports`.
-"""
-
-import ast
-import contextlib
 import dataclasses
-import importlib
 import inspect
-import os
+import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from purecompose import losses, optim, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
 from purecompose._support.files import read_whole
-from purecompose.algorithms import BY_NAME, FACTORIES
+from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.recipes import RECIPES, recipe
-from purecompose.cli.options import KINDS, File, List, Number, Shown, Time, UsageError, option_of, parts_of, reported_as
-from purecompose.core.algorithm import Algorithm
+from purecompose.cli.options import (
+    KINDS,
+    File,
+    List,
+    Number,
+    Shown,
+    Time,
+    UsageError,
+    one_line,
+    option_of,
+    parts_of,
+    reported_as,
+)
+from purecompose.cli.own import allowed_by
 from purecompose.nn.models import MODELS, check_options
 
 
@@ -138,7 +141,7 @@ class Given:
         values: Settings of the run (defaults in brackets).
         recipe: Use the methods and the other settings of a recipe, unless an option says otherwise; hot leaves out the
             published one's BlurPool, channels last and EMA. With the digits: --recipe hot --model resnet20.
-        config: TOML file of settings; options given here override it.
+        config: File of settings, *.toml or *.yaml; options given here override it.
         set: One setting, or one argument in it: duration=5ep, optimizer.lr=0.01, mixup.alpha=0.4; overrides all others.
         allow_imports: Import code (my_module:name) that the settings of a run or of a --config file name.
     """
@@ -231,24 +234,60 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
-    """Return the settings in a TOML file, at the top level or in a table [train].
+    """Return the settings in a TOML or YAML file, at the top level or in a table [train].
 
     Args:
         path: The file.
         option: Beginning of the messages. If it is empty, the file is from a run's folder, which another person may
             have prepared: only a regular file of limited size is read.
+
+    Raises:
+        UsageError: The file cannot be read, or has a wrong setting.
+        ImportError: PyYAML is needed and not installed.
     """
+    kind = "YAML" if path.suffix.lower() in (".yaml", ".yml") else "TOML"
     try:
-        content = tomllib.loads(path.read_text("utf-8") if option else read_whole(path, 2**20).decode("utf-8"))
+        text = path.read_text("utf-8") if option else read_whole(path, 2**20).decode("utf-8")
+        content = _from_yaml(text) if kind == "YAML" else tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"{option}{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{option}{path} is not valid TOML: {error}") from error
-    content = content.get("train", content)
-    if not isinstance(content, dict):
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{option}{path} is not valid {kind}: {one_line(error)}") from error
+    content = content.get("train", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise UsageError(f"{option}{path}: expected settings such as duration = '5ep'")
     pairs = ((name.replace("-", "_"), value) for name, value in content.items())
     return {name: _checked(name, value, f"{option}{path}") for name, value in pairs}
+
+
+def _from_yaml(text: str) -> Any:
+    """Return the content of a YAML file; an empty one is without settings."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("YAML files need PyYAML; install it with `pip install 'purecompose[yaml]'`") from error
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1, but `1e-3` is a number, as in YAML 1.2."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+    try:
+        return yaml.load(text, Loader) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+_CALLS = ("algorithms", "model", "optimizer", "schedule")
+"""Settings that are calls, which a file may give as tables."""
+
+
+def _as_call(value: Any) -> Any:
+    """Return the call that a table stands for, such as {name: sgd, lr: 0.1}, and other values unchanged."""
+    if isinstance(value, dict) and isinstance(value.get("name"), str):
+        return str(specs.Call(value["name"], kwargs={name: one for name, one in value.items() if name != "name"}))
+    return value
 
 
 def command_of(settings: Settings, out: str | None) -> str:
@@ -283,8 +322,9 @@ def _checked(name: str, value: Any, where: str) -> Any:
         hint = meant_setting(name) or specs.did_you_mean(name, SETTINGS) or f" there are {', '.join(SETTINGS)}"
         raise UsageError(f"{where}: there is no setting {name!r};{hint}")
     kind = SETTINGS[name]
+    value = _as_call(value) if name in _CALLS else value
     if name == "algorithms" and isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
+        return ", ".join(str(_as_call(one)) for one in value) or "none"
     if kind is str and type(value) in (int, float) or kind is float and type(value) is int:
         return kind(value)
     if type(value) is not kind:
@@ -350,90 +390,3 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text.strip()
-
-
-_WITH_CODE = ("algorithms", "model", "data")
-
-
-def is_own(name: str) -> bool:
-    """Return whether a name refers to the user's own code, `my_module:name`."""
-    return specs.OWN_NAME.fullmatch(name) is not None
-
-
-def imported(name: str) -> Any:
-    """Import `my_module:name`, also from the current folder."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not search the current folder
-        sys.path.insert(0, os.getcwd())
-    if module.endswith(".py"):
-        stem = PurePath(module).stem
-        raise specs.SpecError(f"{name}: expected a module's name, not a file's, such as {stem}:{attribute}")
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:
-        if not isinstance(error, ModuleNotFoundError) or not f"{module}.".startswith(f"{error.name}."):
-            raise specs.SpecError(f"{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
-        missing = f"there is no module {error.name!r} in {os.getcwd()}, and none is installed"
-        raise specs.SpecError(f"{name}: {missing}") from error
-    if not hasattr(found, attribute):
-        raise specs.SpecError(f"{name}: the module {module} has no {attribute!r}")
-    return getattr(found, attribute)
-
-
-def check_no_module(name: str) -> None:
-    """Raise if a name is that of a module in the current folder, without a name in it; the module is not imported."""
-    for module, _, attribute in ((name.removesuffix(".py"), "", ""), name.rpartition(".")):
-        file = Path(f"{module.replace('.', '/')}.py")
-        if module and file.is_file():
-            body: list[ast.stmt] = []
-            with contextlib.suppress(SyntaxError, ValueError, OSError):
-                body = ast.parse(file.read_bytes()).body
-            found = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-            found = [attribute] if attribute in found else [one for one in found if not one.startswith("_")]
-            given = " or ".join(f"{module}:{one}" for one in found[:4]) or f"{module}:NAME"
-            raise specs.SpecError(f"{name}: {module} is a module, and what it defines is given as {given}")
-
-
-class _OwnToo(dict[str, Callable[..., Any]]):
-    """Factories by name, including the user's own ones, which are imported on access."""
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (isinstance(name, str) and is_own(name))
-
-    def __missing__(self, name: str) -> Callable[..., Any]:
-        found = imported(name)
-        return (lambda: found) if isinstance(found, Algorithm) else found
-
-
-ALGORITHMS: Mapping[str, Callable[..., Any]] = _OwnToo(BY_NAME)
-"""The factories of algorithms by name, those in modules of the user among them."""
-
-
-def allowed_by(given: Mapping[str, Any], allow_imports: bool) -> Collection[str] | None:
-    """Return the names that may be imported: those in the settings on the command line; `None` for all."""
-    return None if allow_imports else _names(given)
-
-
-def check_imports(settings: Mapping[str, Any], allowed: Collection[str] | None) -> None:
-    """Raise if settings name code that may not be imported; `None` allows all.
-
-    A setting that is not on the command line is from a file, such as that of a run.
-    """
-    foreign = [] if allowed is None else sorted(_names(settings) - set(allowed))
-    if foreign:
-        raise UsageError(
-            f"the settings in a file name code to import, {', '.join(foreign)}: if you trust the file, add "
-            "--allow-imports (in Python allow_imports=True), or give the code on the command line too"
-        )
-
-
-def _names(settings: Mapping[str, Any]) -> set[str]:
-    """Return the names of the user's own code in settings."""
-    found = set()
-    for name in _WITH_CODE:
-        text = settings.get(name) or ""
-        try:
-            found |= {text} if name == "data" else set[str]().union(*(call.names for call in specs.parse(text)))
-        except specs.SpecError:
-            pass  # raises again, with a message, when the setting is used
-    return {name for name in found if is_own(name)}

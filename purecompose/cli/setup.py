@@ -16,6 +16,7 @@ from purecompose._support import specs
 from purecompose._support.device import building
 from purecompose.algorithms import scale_schedule
 from purecompose.cli.options import UsageError, reported_as
+from purecompose.cli.own import ALGORITHMS, check_imports, check_no_module, imported, is_own
 from purecompose.cli.parts import (
     algorithms_of,
     check,
@@ -29,16 +30,7 @@ from purecompose.cli.parts import (
     with_defaults,
 )
 from purecompose.cli.processes import Processes
-from purecompose.cli.settings import (
-    ALGORITHMS,
-    LOSSES,
-    Settings,
-    check_imports,
-    check_no_module,
-    imported,
-    is_own,
-    with_arguments,
-)
+from purecompose.cli.settings import LOSSES, Settings, with_arguments
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State

@@ -25,7 +25,7 @@ from purecompose.errors import CheckpointError
 from purecompose.observers import History, NaNs, Progress, Recorder, Stopwatch
 from purecompose.records import RunFolder
 from purecompose.records.folder import is_run
-from purecompose.records.layout import CONFIG, REPORT
+from purecompose.records.layout import CONFIG, REPORT, checked_settings, to_toml
 from purecompose.records.report import number
 from purecompose.run.fit import fit
 from purecompose.run.saving.folder import CHECKPOINTS, name_at
@@ -43,6 +43,7 @@ def train(
     *,
     out: Folder | None = None,
     resume: bool = False,
+    print_config: bool = False,
     quiet: bool = False,
     tracker: list[Annotated[str, Shown("TRACKER", TRACKERS)]] | None = None,
     shard: Annotated[Literal["step", "layer"], Shown(bare="step")] | None = None,
@@ -54,6 +55,7 @@ def train(
         given: The settings of the run.
         out: Keep records, checkpoints and a report there.
         resume: With --out: continue the run there, if one exists.
+        print_config: Print the complete settings as TOML, which --config reads, and do not train.
         quiet: Print only the final table.
         tracker: Also log to a tracker, tensorboard or wandb(project='digits'); may be repeated. Files are in --out,
             unless the call names a path.
@@ -65,11 +67,12 @@ def train(
         python -m purecompose train --duration 5ep --out runs/a
         python -m purecompose train --config runs/a/config.toml --set optimizer.lr=0.01 --set mixup.alpha=0.4
         python -m purecompose train --out runs/a --resume
+        python -m purecompose train --recipe mild --print-config > mild.toml
         python -m purecompose train --out runs/b --tracker tensorboard --tracker "wandb(project='digits')"
     """
     processes = processes_here()
     with processes.folder(out, is_divided=shard is not None) as folder, ExitStack() as stack:
-        if folder is not None and processes.is_first:
+        if folder is not None and processes.is_first and not print_config:
             with _about_out():
                 is_run(folder, resume)
         trackers_of(tracker or (), folder, {})  # raises before the data are loaded
@@ -77,6 +80,9 @@ def train(
         found = given.chosen(earlier)
         settings, data = completed(found, allowed=given.allowed)
         _check_unchanged(settings, earlier)
+        if print_config:
+            say(to_toml(checked_settings(dataclasses.asdict(settings), "")) if processes.is_first else "", end="")
+            return
         stack.enter_context(arithmetic_of(settings))
         stack.enter_context(processes.joined(settings.device))
         setup = prepare(settings, data, processes, shard)

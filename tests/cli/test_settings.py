@@ -2,13 +2,16 @@
 
 import argparse
 import pathlib
+import re
 import shlex
+import sys
 from typing import Any
 
 import pytest
 
 from purecompose import algorithms
 from purecompose.algorithms.recipes import recipe
+from purecompose.cli import main
 from purecompose.cli.options import UsageError, add_options, arguments_of
 from purecompose.cli.settings import Given, Settings, command_of, with_arguments
 
@@ -103,3 +106,76 @@ def test_the_command_only_contains_settings_that_are_not_defaults() -> None:
     words = shlex.split(command_of(settings, "runs/my run"))
     assert words[:4] == ["python", "-m", "purecompose", "train"] and words[-2:] == ["--out", "runs/my run"]
     assert given(*words[4:-2]).chosen() == {"seed": 3, "compile": True, "algorithms": "mixup(alpha=0.2)"}
+
+
+YAML = """\
+duration: 8ba
+validation: 1e-1     # YAML 1.1 would read a text
+seed: 3
+compile: no
+model: {name: mlp, hidden: [16]}
+optimizer:
+  name: sgd
+  lr: 1e-2
+algorithms:
+  - mixup(0.3)
+  - name: label_smoothing
+    smoothing: 0.2
+"""
+
+
+def test_yaml_is_read_as_toml(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(YAML)
+    assert given("--config", str(file)).chosen() == {
+        "duration": "8ba",
+        "validation": 0.1,
+        "seed": 3,
+        "compile": False,
+        "model": "mlp(hidden=[16])",
+        "optimizer": "sgd(lr=0.01)",
+        "algorithms": "mixup(0.3), label_smoothing(smoothing=0.2)",
+    }
+    toml = tmp_path / "run.toml"
+    toml.write_text('[optimizer]\nname = "sgd"\nlr = 0.01\n')
+    assert given("--config", str(toml)).chosen() == {"optimizer": "sgd(lr=0.01)"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a: [1", "run.yml is not valid YAML: while parsing a flow sequence"),
+        ("- 1", "run.yml: expected settings"),
+        ("1: 2", "run.yml: expected settings"),
+        ("duraton: 3ep", "run.yml: there is no setting 'duraton'; did you mean 'duration'?"),
+        ("duration: {lr: 1}", "run.yml: duration: expected a text"),
+        ("model: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),
+    ],
+)
+def test_yaml_that_cannot_be_used_is_refused(content: str, said: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        given("--config", str(file)).chosen()
+
+
+def test_yaml_needs_a_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("")
+    assert given("--config", str(file)).chosen() == {}
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match="pip install 'purecompose.yaml.'"):
+        given("--config", str(file)).chosen()
+
+
+@pytest.mark.parametrize("options", ["--seed 3", "--recipe mnist-fast", "--model mlp --validation=0.1"])
+def test_printed_settings_are_those_of_the_run(
+    options: str, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *options.split(), "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    pathlib.Path("a.toml").write_text(printed)
+    assert main(["train", "--config", "a.toml", "--print-config"]) == 0
+    assert capsys.readouterr().out == printed and "threads = 1" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
