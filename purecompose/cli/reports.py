@@ -6,22 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any, Literal
-
-import torch
 
 from purecompose._support.files import to_json
 from purecompose._support.messages import say
 from purecompose._support.tables import table
 from purecompose.cli.options import File, Folder, Run, Shown, UsageError, check_target, one_line
-from purecompose.cli.results import KeptRun, Which, at_checkpoint
+from purecompose.cli.results import KeptRun, Which, at_checkpoint, predictions_of
 from purecompose.cli.setup import arithmetic_of
-from purecompose.data import ImageData
 from purecompose.errors import CheckpointError
 from purecompose.observers.progress import describe_seconds
 from purecompose.records import Predictions, draw_curves, list_runs, read_run, write_report
 from purecompose.records.report import number
-from purecompose.run.evaluation import predict
 
 
 def report(
@@ -56,18 +53,13 @@ def _predictions(run: str, checkpoint: str, allow_imports: bool) -> Predictions 
     """Return what a run predicts for its test images; `None`, with a warning, if it cannot be loaded."""
     kept = KeptRun(run, data=None, allow_imports=allow_imports)
     try:
-        if kept.settings().get("seeds", 1) > 1:  # a population
-            return None
         settings, data = kept.completed()
-        if not isinstance(data, ImageData):
-            return None
         with arithmetic_of(settings):
             setup, state, _ = at_checkpoint(run, checkpoint, settings, data)
-            outputs = torch.cat(predict(state, setup.test_data, step=setup.plain_step)).cpu()
+            return predictions_of(setup, state)
     except (UsageError, CheckpointError, ImportError, OSError, TypeError) as error:
         warnings.warn(f"{run}: without confusion matrix and worst examples: {one_line(error)}", stacklevel=2)
         return None
-    return Predictions(outputs, data.test_targets, data.test_inputs)
 
 
 @contextmanager
@@ -144,7 +136,7 @@ def runs(
 def _cells(row: Mapping[str, Any], metrics: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
     known = [name for name in metrics if name in row["best"]]
     values = {name: f"{number(row['metrics'].get(name), name)} ({number(row['best'][name], name)})" for name in known}
-    own = "; ".join(f"{name}={value}" for name, value in settings.items())
+    own = "; ".join(f"{name}={shorten(str(value), 60)}" for name, value in settings.items())
     done = "-" if row["progress"] is None else f"{row['progress']:.0%}"
     return [
         *(row["name"], row["status"], done),

@@ -10,6 +10,9 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from purecompose import batch as batches, metrics
 from purecompose._support.messages import is_remote, say, with_urls
 from purecompose._support.specs import did_you_mean
@@ -21,6 +24,7 @@ from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data import Arrays, TextData
 from purecompose.errors import CheckpointWarning
+from purecompose.records import Predictions
 from purecompose.records.report import number
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX
@@ -210,6 +214,17 @@ def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", json: bool = False)
     width = max(map(len, reported))
     for name, value in reported.items():
         say(f"{name:<{width}}  {number(value, name)}")
+
+
+def predictions_of(setup: Setup, state: State) -> Predictions | None:
+    """Return what a network predicts for the test images; `None` for texts, populations and outputs without classes."""
+    data = setup.data
+    if isinstance(data, TextData) or state.key.ndim > 1:
+        return None
+    outputs = predicted(state, setup.test_data, step=setup.plain_step)
+    if not all(isinstance(one, Tensor) and one.ndim == 2 for one in outputs):
+        return None
+    return Predictions(torch.cat(outputs).cpu(), data.test_targets, data.test_inputs)
 
 
 def predict(kept: KeptRun, *, checkpoint: Which = "newest", out: File | None = None) -> None:

@@ -15,7 +15,7 @@ from purecompose._support.messages import say
 from purecompose.cli.options import Folder, Shown, UsageError, option_of, reported_as
 from purecompose.cli.parts import kept_of
 from purecompose.cli.processes import Processes, processes_here
-from purecompose.cli.results import ranked_in
+from purecompose.cli.results import predictions_of, ranked_in
 from purecompose.cli.settings import Given, Settings, command_of, read_config
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
 from purecompose.cli.tracking import TRACKERS, trackers_of
@@ -162,7 +162,8 @@ def _run(
             )
         )
         if folder is not None:
-            folder.finish({"checksum": checksum(state.params)})
+            shown = predictions_of(setup, state) if processes.size == 1 and stopwatch.batches else None
+            folder.finish({"checksum": checksum(state.params)}, predictions=shown)
     missing: tuple[str, ...] = ()
     if folder is not None and place is not None:
         if folder.is_resumed and not stopwatch.batches:

@@ -49,6 +49,7 @@ from purecompose.records.layout import (
     write_json,
     write_text,
 )
+from purecompose.records.predictions import Predictions
 from purecompose.records.report import write_report
 from purecompose.run.evaluation import Observer
 from purecompose.run.saving.comparison import describe, environment
@@ -178,6 +179,7 @@ class RunFolder:
         self._seconds_before = 0.0
         self._noted_at, self._is_noted, self._has_warned = time.monotonic(), True, False
         self._is_over = False
+        self._predictions: Predictions | None = None
 
     @property
     def observer(self) -> Observer:
@@ -255,7 +257,7 @@ class RunFolder:
         """Write all records so far, because the run may continue from the checkpoint that is written next."""
         self._records.flush()
 
-    def finish(self, result: Mapping[str, Any] | None = None) -> None:
+    def finish(self, result: Mapping[str, Any] | None = None, *, predictions: Predictions | None = None) -> None:
         """Close the records and write result and report. A second call writes them again.
 
         If a run should have continued and has not, because it was complete or its checkpoint was rejected, the folder
@@ -263,7 +265,9 @@ class RunFolder:
 
         Args:
             result: Additional entries of the result, such as `{"checksum": ...}`: names and plain values.
+            predictions: Outputs for examples of known classes, whose confusion matrix the report shows.
         """
+        self._predictions = predictions
         self._end(FINISHED, result or {}, draws=True)
 
     def stop(self, reason: str) -> None:
@@ -313,7 +317,7 @@ class RunFolder:
             self._write_result(result)
         if draws:
             with _noted(REPORT, problems):  # last, since it marks a complete folder
-                write_report(self.path, self.path / REPORT)
+                write_report(self.path, self.path / REPORT, predictions=[self._predictions])
         if problems:
             reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
             text = with_urls(f"{self.path}: {'; '.join(reported)}")

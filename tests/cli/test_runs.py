@@ -39,7 +39,10 @@ def test_a_run_has_a_folder_with_all_records(run: Run) -> None:
     folder = pathlib.Path("a")
     names = {path.name for path in folder.iterdir()}
     assert names >= {"config.toml", "versions.json", "plan.txt", "records.jsonl", "checkpoints", "report.html"}
-    assert json.loads((folder / "result.json").read_text())["checksum"] == checksum(out)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["checksum"] == checksum(out)
+    right = round(360 * result["metrics"]["eval/accuracy"])
+    assert f"{right} of 360 examples are classified correctly" in (folder / "report.html").read_text()
     again = run("train", "--config", "a/config.toml", "--quiet")
     assert checksum(again[1]) == checksum(out)
 
