@@ -37,6 +37,8 @@ OPTIMIZERS = {
     "decoupled_adamw": optim.decoupled_adamw(hparam("lr", 0.01), weight_decay=1e-4),
     "rmsprop": optim.rmsprop(0.01 * cosine(), momentum=0.9, centered=True),
     "adafactor": optim.adafactor(0.01 * cosine()),
+    "adagrad": optim.adagrad(0.1 * cosine()),
+    "sparse_adam": optim.sparse_adam(hparam("lr", 0.01)),
     "several": optim.by_pattern({"*": optim.muon(0.02 * cosine())}, optim.lion(hparam("lr", 0.01))),
 }
 

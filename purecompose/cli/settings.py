@@ -46,6 +46,7 @@ LOSSES = {
 }
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adafactor": optim.adafactor,
+    "adagrad": optim.adagrad,
     "adam": optim.adam,
     "adamw": optim.adamw,
     "decoupled_adamw": optim.decoupled_adamw,

@@ -11,6 +11,7 @@ replace donated buffers `purecompose::rows_at_`, which writes these rows only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,8 +73,9 @@ def moved(
         own = [param, *(tensors[i] for tensors in memory)]
         numbers = [scalar[i] if isinstance(scalar, list) else scalar for scalar in scalars]
         if is_traced(param):
-            tensors = [x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64) for x in numbers]
-            rows.append(torch.ops.purecompose.rows(own, grad, tensors, rule))
+            of_step = [x for x in numbers if isinstance(x, Tensor)]
+            constants = [math.nan if isinstance(x, Tensor) else x for x in numbers]
+            rows.append(torch.ops.purecompose.rows(own, grad, of_step, constants, rule))
         else:
             rows.append(_moved(rule, own, grad, numbers))
     return [list(column) for column in zip(*rows, strict=True)]
@@ -153,22 +155,35 @@ def _write(rule: str, tensors: list[Tensor], places: Tensor, grad: Tensor, scala
 # The operations of a traced step
 
 
-def _rows(tensors: list[Tensor], grad: Tensor, scalars: list[Tensor], rule: str) -> list[Tensor]:
-    return _moved(rule, tensors, grad, [scalar.item() for scalar in scalars])
+def _numbers(of_step: list[Tensor], constants: list[float]) -> list[Any]:
+    """Return a rule's scalars: constants, and in place of NaN the tensors, whose values differ from step to step."""
+    left = iter(of_step)
+    return [next(left) if math.isnan(constant) else constant for constant in constants]
 
 
-def formula(tensors: list[Tensor], grad: Tensor, scalars: list[Tensor], rule: str) -> list[Tensor]:
+def formula(
+    tensors: list[Tensor], grad: Tensor, of_step: list[Tensor], constants: list[float], rule: str
+) -> list[Tensor]:
     """Return what `purecompose::rows` does, in operations of torch: the form of a gradient that no embedding has."""
+    scalars = _numbers(of_step, constants)
     if rule == "sparse_adam":
         return _moved(rule, tensors, grad, scalars)
+    if rule == "sgd" and not of_step:  # as in eager code, bit for bit
+        return [torch.add(tensors[0], grad, alpha=-scalars[0])]
     changes = RULES[rule](grad, tensors[1:], scalars)
-    return [old + change.to(old.dtype) for old, change in zip(tensors, changes, strict=True)]
+    return [old + change for old, change in zip(tensors, changes, strict=True)]
 
 
 def _rows_at_(
-    tensors: list[Tensor], places: list[Tensor], grads: list[Tensor], scalars: list[Tensor], rule: str
+    tensors: list[Tensor],
+    places: list[Tensor],
+    grads: list[Tensor],
+    of_step: list[Tensor],
+    constants: list[float],
+    rule: str,
 ) -> None:
-    param, numbers = tensors[0], [scalar.item() for scalar in scalars]
+    param = tensors[0]
+    numbers = [x.item() if isinstance(x, Tensor) else x for x in _numbers(of_step, constants)]
     index = torch.cat([one.reshape(-1) for one in places])
     rows = torch.cat([one.reshape(-1, param.shape[1]) for one in grads]).to(param.dtype)
     if rule == "sgd":  # linear, so that rows need not be summed first
@@ -196,12 +211,12 @@ def _fake(tensors: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in tensors]
 
 
-_ARGUMENTS = "Tensor[] places, Tensor[] grads, Tensor[] scalars, str rule"
+_SCALARS = "Tensor[] of_step, float[] constants, str rule"
 _library = Library("purecompose", "FRAGMENT")
-_library.define("rows(Tensor[] tensors, Tensor grad, Tensor[] scalars, str rule) -> Tensor[]")
-_library.define(f"rows_at(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]")
-_library.define(f"rows_at_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()")
-_library.impl("rows", _rows, "CPU")
+_library.define(f"rows(Tensor[] tensors, Tensor grad, {_SCALARS}) -> Tensor[]")
+_library.define(f"rows_at(Tensor[] tensors, Tensor[] places, Tensor[] grads, {_SCALARS}) -> Tensor[]")
+_library.define(f"rows_at_(Tensor(a!)[] tensors, Tensor[] places, Tensor[] grads, {_SCALARS}) -> ()")
+_library.impl("rows", formula, "CPU")
 _library.impl("rows_at", _rows_at, "CPU")
 _library.impl("rows_at_", _rows_at_, "CPU")
 register_fake("purecompose::rows", _fake, lib=_library)

@@ -34,6 +34,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "decoupled_adamw": lambda lr: optim.decoupled_adamw(lr, eps=1e-4, weight_decay=0.01),
     "rmsprop": lambda lr: optim.rmsprop(lr, eps=1e-4, weight_decay=0.1),
     "centered": lambda lr: optim.rmsprop(lr, eps=1e-2, momentum=0.9, centered=True),
+    "adagrad": lambda lr: optim.adagrad(lr, eps=1e-4, weight_decay=0.1, lr_decay=0.1),
+    "sparse_adam": lambda lr: optim.sparse_adam(lr, eps=1e-4),
     "lion": lambda lr: optim.lion(lr, weight_decay=0.1),
     "adafactor": lambda lr: optim.adafactor(lr, weight_decay=0.1),
     "muon": lambda lr: optim.by_pattern(
@@ -335,6 +337,7 @@ AS_TORCH: list[tuple[Any, Any, dict[str, Any]]] = [
     (optim.adamw, torch.optim.AdamW, {}),
     (optim.rmsprop, torch.optim.RMSprop, {"momentum": 0.9, "weight_decay": 0.1}),
     (optim.rmsprop, torch.optim.RMSprop, {"centered": True, "eps": 0.1}),
+    (optim.adagrad, torch.optim.Adagrad, {"initial_accumulator_value": 0.5, "weight_decay": 0.1}),
 ]
 
 

@@ -25,6 +25,8 @@ OPTIMIZERS: dict[str, Callable[[Scalar], Any]] = {
     "adam": lambda lr: optim.adam(lr, eps=1e-3, weight_decay=0.5, amsgrad=True),
     "adafactor": lambda lr: optim.adafactor(lr, weight_decay=0.5),
     "centered": lambda lr: optim.rmsprop(lr, eps=0.5, momentum=0.5, centered=True),
+    "adagrad": lambda lr: optim.adagrad(lr, eps=0.5, lr_decay=0.5),
+    "sparse_adam": lambda lr: optim.sparse_adam(lr, eps=1e-3),
     "adamax": lambda lr: optim.from_torch(torch.optim.Adamax, lr=lr),
     "lion": lambda lr: optim.lion(lr, weight_decay=0.5),
     "decoupled_sgdw": lambda lr: optim.decoupled_sgdw(lr, momentum=0.5, weight_decay=2.0**-6),

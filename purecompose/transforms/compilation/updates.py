@@ -104,14 +104,14 @@ def look_up_rows(module: fx.GraphModule) -> None:
     """
     node: Any
     for node in module.graph.find_nodes(op="call_function", target=_ops.rows.default):
-        tensors, grad, scalars, rule = node.args
+        tensors, grad, *scalars = node.args
         sources = _looked_up(grad)
         if sources is None:
             continue
         with module.graph.inserting_before(node):
             insert = _Inserting(module.graph, grad.meta["val"].fake_mode)
             rows, places = zip(*(_rows_and_places(insert, source) for source in sources), strict=True)
-            new = module.graph.call_function(_ops.rows_at.default, (tensors, [*places], [*rows], scalars, rule))
+            new = module.graph.call_function(_ops.rows_at.default, (tensors, [*places], [*rows], *scalars))
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)

@@ -105,6 +105,15 @@ def test_eager_and_compiled_steps_equal_sparse_optimizers_of_torch(
         )
 
 
+@pytest.mark.parametrize("lr", [0.1, pc.hparam("lr", 0.1)])
+def test_large_layers_move_by_the_same_bits_as_in_an_eager_step(graphs: list[fx.GraphModule], lr: Any) -> None:
+    step, fast = made()
+    state = new_state(nn.Linear(512, 1024), optim.sgd(lr))
+    batch = torch.ones(4, 512), torch.zeros(4, dtype=torch.int64)
+    assert pc.tree.equal(fast(state, batch).params, step(state, batch).params)
+    assert count(graphs[0], "rows") == 1
+
+
 def test_rows_without_a_gradient_keep_their_bits_and_memory() -> None:
     _, fast = made()
     before = new_state(Net("plain"), RULES["sparse_adam"][0])
