@@ -157,15 +157,27 @@ def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
 
 
 def describe(name: str, signature: inspect.Signature) -> str:
-    """Return a function's signature as text: parameters with defaults, without annotations.
+    """Return a function's signature as text: parameters with defaults, but without annotations and addresses.
 
     Example:
-        >>> def scaled(alpha: float, *, power: int = 2) -> float: ...
+        >>> def scaled(alpha: float, *, power: int = 2, fn: Any = print) -> float: ...
         >>> describe("scaled", inspect.signature(scaled))
-        'scaled(alpha, *, power=2)'
+        'scaled(alpha, *, power=2, fn=...)'
     """
     plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-    return f"{name}{inspect.Signature(plain)}"
+    shown = [
+        one if one.default is one.empty or "<" not in repr(one.default) else one.replace(default=_ELIDED)
+        for one in plain
+    ]
+    return f"{name}{inspect.Signature(shown)}"
+
+
+class _Elided:
+    def __repr__(self) -> str:
+        return "..."
+
+
+_ELIDED = _Elided()
 
 
 def _check_arguments(call: Call, signature: inspect.Signature) -> None:

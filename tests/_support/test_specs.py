@@ -86,7 +86,7 @@ def test_names_are_not_read_as_times(text: str) -> None:
         ("mixup, 3", "got 3"),
         ("mixup(alpha=0.2", "was never closed"),
         ("mixup label", "invalid syntax; expected names separated by commas"),
-        ("cosine(warmup=0.1durr)", "a time is a number and ep, ba, sp, tok, dur or sec"),
+        ("cosine(warmup=0.1durr)", "a time is a number and ep, ba, up, sp, tok, dur or sec"),
         ("f(-3ep)", "-'3ep' is not a literal"),
         ("0.1dur", "got '0.1dur'"),
         ("3ep(4)", "got '3ep'(4)"),

@@ -154,7 +154,10 @@ def test_checkpoints_are_evaluated(run: Run) -> None:
     assert re.search(r"^accuracy +\d+\.\d+%$", table, re.M)
     for arguments, said in [
         (("evaluate", "nowhere"), "not a run's folder"),
-        (("evaluate", "a", "--checkpoint", "x"), "has no x; there are ep0001-ba00000022, ep0002-ba00000044"),
+        (
+            ("evaluate", "a", "--checkpoint", "x"),
+            "has no x; there are newest, best, ep0001-ba00000022, ep0002-ba00000044",
+        ),
         (("evaluate", "a", "--data", "nowhere"), "--data"),
     ]:
         status, _, err = run(*arguments)
