@@ -2,6 +2,7 @@
 
 from purecompose._support.exports import publish
 from purecompose.data.arrays import Arrays as Arrays, Split as Split, arrays as arrays, split as split
+from purecompose.data.bucketing import Buckets as Buckets, buckets as buckets
 from purecompose.data.files import (
     CharacterVocabulary as CharacterVocabulary,
     ImageData as ImageData,

@@ -95,9 +95,9 @@ def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
 
 
 def shuffles(data: object) -> bool:
-    """Return whether data are a `DataLoader` whose sampler is known to draw the order."""
+    """Return whether data are not in the order of their data set: in buckets, or drawn by a `DataLoader`."""
     if not isinstance(data, DataLoader):
-        return False
+        return getattr(data, "buckets", None) is not None
     drawing = RandomSampler | SubsetRandomSampler | WeightedRandomSampler
     return isinstance(data.sampler, drawing) or isinstance(getattr(data.batch_sampler, "sampler", None), drawing)
 
@@ -422,6 +422,8 @@ def _facts(data: Any) -> Iterator[tuple[str, str]]:
             yield name, str(value)
     if isinstance(data, DataLoader):
         yield "sampler", type(data.sampler).__qualname__
+    if (in_buckets := getattr(data, "buckets", None)) is not None:
+        yield "buckets", repr(in_buckets)
     dataset = getattr(data, "dataset", None)
     if dataset is not None:
         yield "dataset", type(dataset).__qualname__ + (f" of {len(dataset)}" if hasattr(dataset, "__len__") else "")

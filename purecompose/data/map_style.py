@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 
 from purecompose._support.checks import check_flag, check_whole, is_callable_with, shown, suggests_keywords
 from purecompose._support.contexts import NOTHING
+from purecompose.data.bucketing import Buckets
 from purecompose.data.reader import Reader, SharedReader, naming
 from purecompose.data.seeding import SEED_WORDS, epoch_order, kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.random import Rng, fold_in, salt
@@ -163,9 +164,10 @@ class Loader:
     Attributes:
         samples: What makes a batch of some samples.
         reader: What reads such batches, in this process or in workers.
-        batch_size: Samples per batch; the last batch of an epoch may be smaller.
+        batch_size: Samples per batch; the last batch of an epoch may be smaller. With buckets, the greatest number.
         shuffle: True if `epoch` permutes; otherwise every epoch has the stored order.
         drop_last: True if a smaller last batch is left out, in `epoch` and in plain iteration.
+        buckets: How samples of different lengths are put into batches, if they are; see `data.buckets`.
     """
 
     samples: Samples
@@ -173,6 +175,7 @@ class Loader:
     batch_size: int
     shuffle: bool
     drop_last: bool
+    buckets: Buckets | None = None
 
     def __repr__(self) -> str:
         rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("batch_size", "shuffle", "drop_last"))
@@ -189,12 +192,26 @@ class Loader:
         return len(self.dataset)
 
     def __len__(self) -> int:
+        if self.buckets is not None:
+            return self.buckets.num_batches(drop_last=self.drop_last)
         full, rest = divmod(self.num_examples, self.batch_size)
         return full if self.drop_last or not rest else full + 1
 
     def __iter__(self) -> Iterator[Any]:
         """Return the batches in the stored order."""
-        return self._read(_STORED_KEY, 0, torch.arange(self.num_examples), 0)
+        return self._read(_STORED_KEY, 0, self._parts(), 0)
+
+    def indices(self, key: Tensor | None = None, epoch: int = 0) -> list[list[int]]:
+        """Return the indices of the samples in each batch of an epoch; without a key, of plain iteration."""
+        return [part.tolist() for part in self._parts(key, epoch)]
+
+    def _parts(self, key: Tensor | None = None, epoch: int = 0) -> Sequence[Tensor]:
+        key = key if self.shuffle else None
+        order = torch.arange(self.num_examples) if key is None else self.order(key, epoch)
+        if self.buckets is None:
+            return order.split(self.batch_size)[: len(self)]
+        key = None if key is None else key.cpu()
+        return self.buckets.batches(order, drop_last=self.drop_last, key=key, epoch=epoch)
 
     def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Generator[Any, None, None]:
         """Return the batches of one epoch, in the order that belongs to `(key, epoch)`.
@@ -215,8 +232,7 @@ class Loader:
         check_whole(start, "Loader.epoch: start", 0, len(self))
         key = as_rng(key, "Loader.epoch: key").key.cpu()
         first, second = key.tolist()
-        order = self.order(key, epoch) if self.shuffle else torch.arange(self.num_examples)
-        return self._read((first, second), epoch, order, start)
+        return self._read((first, second), epoch, self._parts(key, epoch), start)
 
     def order(self, key: Tensor, epoch: int) -> Tensor:
         """Return the keyed order of one epoch, int64 of shape `(num_examples,)`, on the CPU; as in `arrays`."""
@@ -226,15 +242,16 @@ class Loader:
         """End workers that wait for the next epoch; a later epoch starts new ones."""
         self.reader.close()
 
-    def _read(self, key: tuple[int, int], epoch: int, order: Tensor, start: int) -> Generator[Any, None, None]:
-        parts = order.split(self.batch_size)[start : len(self)]
-        return self.reader.read(Request(key, epoch, part.tolist()) for part in parts)
+    def _read(
+        self, key: tuple[int, int], epoch: int, parts: Sequence[Tensor], start: int
+    ) -> Generator[Any, None, None]:
+        return self.reader.read(Request(key, epoch, part.tolist()) for part in parts[start:])
 
 
 @suggests_keywords
 def loader(
     dataset: Any,
-    batch_size: int,
+    batch_size: int | Buckets,
     *,
     shuffle: bool = True,
     drop_last: bool = False,
@@ -254,7 +271,7 @@ def loader(
     Args:
         dataset: A data set with `__len__` and `__getitem__`, and at least one sample. If it has a method
             `__getitems__`, all samples of a batch are read in one call.
-        batch_size: Samples per batch, at least 1.
+        batch_size: Samples per batch, at least 1; or `data.buckets(lengths, ...)`, for samples of different lengths.
         shuffle: Permute the order of each epoch by key; plain iteration never shuffles.
         drop_last: Leave out a last batch that is smaller than the others.
         workers: Number of processes that read; with 0, the caller's process reads.
@@ -262,7 +279,8 @@ def loader(
         rng: Random argument of the transform: "torch" for a `torch.Generator`; "numpy" for a `numpy.random.Generator`;
             "key" for a `purecompose.random.Rng`, whose draws have the same bits in every version and take about 0.1 ms
             each; or None for a `transform(sample)` that draws from global generators, as torchvision's do.
-        collate: Function from a list of samples to a batch; None for `torch.utils.data.default_collate`.
+        collate: Function from a list of samples to a batch; None for `torch.utils.data.default_collate`, or the padding
+            of buckets.
         seed_globals: Seed the global generators of torch, Python and numpy for each sample, while it is read and
             transformed, and restore them. It takes about 8 microseconds per sample, and no time for tensors in
             memory; without it, draws from them are not reproducible.
@@ -289,8 +307,13 @@ def loader(
         (3, [2, 2, 1], True)
     """
     num_examples = _check_dataset(dataset)
-    batch_size = check_whole(batch_size, "loader: batch_size", 1)
-    if check_flag(drop_last, "loader: drop_last") and batch_size > num_examples:
+    lengths = batch_size if isinstance(batch_size, Buckets) else None
+    if lengths is not None and len(lengths.lengths) != num_examples:
+        raise ValueError(f"loader: expected the lengths of {num_examples} samples, got those of {len(lengths.lengths)}")
+    size = max(lengths.sizes) if lengths is not None else batch_size
+    batch_size = check_whole(size, "loader: batch_size", 1)
+    leaves_none = batch_size > num_examples if lengths is None else not lengths.num_batches(drop_last=True)
+    if check_flag(drop_last, "loader: drop_last") and leaves_none:
         raise ValueError(
             f"loader: drop_last=True leaves no batch at all: batch_size={batch_size} (int) is more than the "
             f"{num_examples} samples; lower batch_size or keep the last batch"
@@ -301,6 +324,7 @@ def loader(
         raise TypeError(f"loader: expected collate to be a function of a list of samples, got {shown(collate)}")
     if check_flag(seed_globals, "loader: seed_globals"):
         load_numpy()
+    collate = lengths.collate if lengths is not None and collate is None else collate
     samples = Samples(dataset, transform, rng, collate, seed_globals)
     reader = Reader(
         samples,
@@ -311,7 +335,7 @@ def loader(
         timeout=timeout,
         pin_memory=check_flag(pin_memory, "loader: pin_memory"),
     )
-    return Loader(samples, reader, batch_size, check_flag(shuffle, "loader: shuffle"), drop_last)
+    return Loader(samples, reader, batch_size, check_flag(shuffle, "loader: shuffle"), drop_last, lengths)
 
 
 def _check_dataset(dataset: Any) -> int:
@@ -352,7 +376,7 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
 
     Args:
         loader: A loader from `data.loader` without `collate`, which would see a part of the batch. Its samples consist
-            of numbers and tensors, which have one shape in all samples.
+            of numbers and tensors, which have one shape in all samples, or are padded to the bounds of `data.buckets`.
         mesh: A `torch.distributed.DeviceMesh` or a process group; by default all processes.
 
     Returns:
@@ -381,10 +405,12 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
         )
     if isinstance(loader.reader, SharedReader):
         raise ValueError("data.shared: the processes share the loader already")
-    if loader.samples.collate is not None:
+    pads_alike = loader.buckets is not None and loader.buckets.pad_to_bound
+    pads_alike = pads_alike and getattr(loader.samples.collate, "__self__", None) is loader.buckets
+    if loader.samples.collate is not None and not pads_alike:
         raise ValueError(
             "data.shared: the loader has a function collate, which would see a part of each batch in each process: "
-            "give samples one form by transform"
+            "give samples one form by transform, or pad them to bounds by data.buckets"
         )
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

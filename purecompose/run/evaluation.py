@@ -335,8 +335,9 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
     check_batches(data, "predict: data")
     if shuffles(data):
         warn(
-            "predict: the DataLoader shuffles, so that the outputs are not in the order of its data set: give it "
-            "shuffle=False, or batches whose members tell which examples they are"
+            f"predict: the {type(data).__name__} shuffles, or has buckets, so that the outputs are not in the order of "
+            "its data set: give it shuffle=False and no buckets, or batches whose members tell which examples they are "
+            "(data.loader: `indices()`)"
         )
     inner = _sibling(step, predict_events, state)
     outputs = []

@@ -50,6 +50,14 @@ def loader(case: str) -> Any:
     return pc.data.loader(Counted(num), batch_size, transform=noisy, workers=workers)
 
 
+LENGTHS = [5, 2, 9, 12, 1, 7, 3, 8, 4, 11, 6, 2, 10]
+
+
+def in_buckets(**settings: Any) -> Any:
+    texts = [(torch.full((length,), float(number)), number) for number, length in enumerate(LENGTHS)]
+    return pc.data.loader(texts, pc.data.buckets(LENGTHS, max_tokens=24, bounds=[4, 8, 12], **settings))
+
+
 def trained(wrap: Callable[[Any], Any], step: Any) -> dict[str, Tensor]:
     data = torch.utils.data.TensorDataset(*make_batch(size=20))
     loaded = wrap(pc.data.loader(data, 8, transform=with_noise))
@@ -90,6 +98,7 @@ def attempts() -> dict[str, Callable[[], Any]]:
         "lengths": lambda: read([torch.ones(1 + (number > 1)) for number in range(4)]),
         "texts": lambda: read(["a", "b", "c", "d"]),
         "collate": lambda: read(numbers, collate=torch.stack),
+        "longest": lambda: pc.data.shared(in_buckets(pad_to="longest")),
         "twice": lambda: pc.data.shared(pc.data.shared(pc.data.loader(numbers, 4))),
         "another loader": lambda: pc.data.shared([numbers]),  # pyright: ignore[reportArgumentType]
         "another mesh": lambda: pc.data.shared(pc.data.loader(numbers, 4), 2),
@@ -110,6 +119,7 @@ def results(mesh: Any, folder: str) -> dict[str, Any]:
     for case in SIZES:
         data = loader(case)
         found[case] = epochs(pc.data.shared(data)), data.dataset.reads
+    found[".buckets"] = epochs(pc.data.shared(in_buckets()))
     found[".members"] = among_members()
     step = pc.data_parallel(compose(loop_events, [alg.mixup(1.0)]))
     found[".fit"] = [trained(pc.data.shared, step), trained(lambda data: data, step)]

@@ -7,7 +7,7 @@ import torch
 
 from purecompose import tree
 from purecompose.testing.process import in_process_group
-from tests.data.shared_scenarios import SIZES, epochs, loader, results
+from tests.data.shared_scenarios import SIZES, epochs, in_buckets, loader, results
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -23,6 +23,13 @@ def test_all_processes_have_the_batches_of_one(ranks, case):
     expected = epochs(loader(case))
     for found in ranks:
         assert tree.equal(found[case][0], expected)
+
+
+def test_all_processes_have_the_padded_batches_of_one(ranks):
+    expected = epochs(in_buckets())
+    assert {rows.shape[1] for rows, _ in expected} == {4, 8, 12}
+    for found in ranks:
+        assert tree.equal(found[".buckets"], expected)
 
 
 @pytest.mark.parametrize("case", ["even", "ragged", "a last batch of one"])
@@ -65,6 +72,7 @@ def test_all_processes_stop_if_one_cannot_read(ranks):
         ("lengths", "pad them to one length"),
         ("texts", "samples of numbers and tensors"),
         ("collate", "a function collate"),
+        ("longest", "a function collate"),
         ("twice", "share the loader already"),
         ("another loader", "expected a loader from data.loader"),
         ("another mesh", "expected mesh to be a DeviceMesh or a process group, got 2 (int)"),
