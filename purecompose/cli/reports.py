@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
-from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 from purecompose._support.files import to_json
@@ -136,7 +135,8 @@ def runs(
 def _cells(row: Mapping[str, Any], metrics: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
     known = [name for name in metrics if name in row["best"]]
     values = {name: f"{number(row['metrics'].get(name), name)} ({number(row['best'][name], name)})" for name in known}
-    own = "; ".join(f"{name}={shorten(str(value), 60)}" for name, value in settings.items())
+    texts = {name: str(value) for name, value in settings.items()}
+    own = "; ".join(f"{name}={text if len(text) <= 80 else f'{text[:77]}...'}" for name, text in texts.items())
     done = "-" if row["progress"] is None else f"{row['progress']:.0%}"
     return [
         *(row["name"], row["status"], done),
