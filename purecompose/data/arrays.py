@@ -143,11 +143,11 @@ class Arrays:
         return members[0] if len(members) == 1 else members
 
 
-def described(self: Any) -> str:
+def described(values: Any) -> str:
     """Return the repr of a named tuple, with dtypes and shapes in place of the numbers in its tensors."""
-    shown = (tree.describe(value) if isinstance(value, Tensor) else repr(value) for value in self)
-    members = (f"{name}={text}" for name, text in zip(self._fields, shown, strict=True))
-    return f"{type(self).__name__}({', '.join(members)})"
+    shown = (tree.describe(value) if isinstance(value, Tensor) else repr(value) for value in values)
+    members = (f"{name}={text}" for name, text in zip(values._fields, shown, strict=True))
+    return f"{type(values).__name__}({', '.join(members)})"
 
 
 class Split(NamedTuple):
@@ -162,7 +162,8 @@ class Split(NamedTuple):
     test_targets: Tensor
     """Shape `(count, *rest)`."""
 
-    __repr__ = described
+    def __repr__(self) -> str:
+        return described(self)
 
 
 @suggests_keywords

@@ -50,7 +50,8 @@ class ImageData(NamedTuple):
     num_classes: int
     """One more than the largest label."""
 
-    __repr__ = described
+    def __repr__(self) -> str:
+        return described(self)
 
     @property
     def in_shape(self) -> tuple[int, ...]:
@@ -355,7 +356,8 @@ class TextData(NamedTuple):
     num_dropped: int
     """Number of tokens at the ends of the two parts that are not used as labels, because they fill no window."""
 
-    __repr__ = described
+    def __repr__(self) -> str:
+        return described(self)
 
     @property
     def num_classes(self) -> int:

@@ -33,7 +33,8 @@ class Predictions(NamedTuple):
     inputs: Tensor | None = None
     names: Sequence[str] = ()
 
-    __repr__ = described
+    def __repr__(self) -> str:
+        return described(self)
 
     def confusion(self) -> Tensor:
         """Return the number of examples of each class (row) that are predicted as each class (column), (C, C), int64.
