@@ -151,9 +151,9 @@ def one_of(
 
 @factory
 def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
-    """Join methods to one that applies them in their order, and in the opposite order at AFTER events.
+    """Join methods to one that applies them in their order.
 
-    It is meant as a part of `sometimes` and `one_of`; in a step, a list of methods does the same, and passes order it.
+    At AFTER events the order is the opposite one. It is meant as a part of `sometimes` and `one_of`; in a step, a list of methods does the same, and passes order it.
 
     Args:
         *methods: At least two methods with different names.
@@ -181,7 +181,7 @@ def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
 
 @factory
 def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
-    """Let a method act in a part of the run only: in the batches from `start` (included) to `end` (excluded).
+    """Let a method act in a part of the run: in the batches from `start` (included) to `end` (excluded).
 
     At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
 
@@ -213,7 +213,7 @@ def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
 
 @factory
 def every(method: Method, n: Annotated[int | Time | str, checked_period], *, since: Point | None = None) -> Algorithm:
-    """Let a method act in every n-th batch only: in the n-th, the 2n-th and so on, counted from 1.
+    """Let a method act in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
 
     At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
 
@@ -235,7 +235,7 @@ def every(method: Method, n: Annotated[int | Time | str, checked_period], *, sin
 
 
 def named(method: Algorithm, name: str) -> Algorithm:
-    """Return a method with another name, so that a step can have it twice: slots, draws and metrics have that name.
+    """Return a method with another name, for its slot, draws and metrics, so that a step can have it twice.
 
     Args:
         method: A method made by a factory that takes a name, as all of `purecompose.algorithms` do. Methods inside of

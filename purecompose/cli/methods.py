@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from purecompose._support import specs
 from purecompose._support.messages import say
-from purecompose.algorithms import FACTORIES, GROUPS
+from purecompose.algorithms import BY_NAME, COMBINED, FACTORIES, GROUPS
 from purecompose.cli.options import List, Number, Run, Shown, Time, UsageError, one_line, reported_as
 from purecompose.cli.own import check_no_module, imported
 from purecompose.cli.settings import Given, settings_of
@@ -37,15 +37,16 @@ def algorithms(name: Algorithm | None = None) -> None:
     """
     if name is not None:
         with reported_as("ALGORITHM"):
-            specs.check_name(name, FACTORIES, "algorithm")
-        factory = FACTORIES[name]
+            specs.check_name(name, BY_NAME, "algorithm")
+        factory = BY_NAME[name]
         say(textwrap.fill(specs.describe(name, inspect.signature(factory)), 100))
         for text in (inspect.getdoc(factory), inspect.getdoc(sys.modules[factory.__module__])):
             say(f"\n{re.sub(r' +# doctest: .*', '', text or '')}")
-        say(f"\nMore, with an example: docs/algorithms/{name}.md in the repository.")
+        page = f"algorithms/{name}" if name in FACTORIES else "algorithms"
+        say(f"\nMore, with an example: docs/{page}.md in the repository.")
         return
-    width = max(map(len, FACTORIES))
-    for group, factories in GROUPS.items():
+    width = max(map(len, BY_NAME))
+    for group, factories in {**GROUPS, "Made of methods": tuple(COMBINED.values())}.items():
         say(group)
         for factory in factories:
             summary = (inspect.getdoc(factory) or "").partition("\n")[0].partition("; see")[0].rstrip(".")
@@ -173,14 +174,14 @@ def _subject(text: str, testing: Any) -> Any:
     """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call."""
     name = text.partition("(")[0]
     is_own = ":" in name
-    if not is_own and name not in FACTORIES:
+    if not is_own and name not in BY_NAME:
         check_no_module(name)
     try:
         if is_own:
             imported(text)  # its errors are more precise
         return testing.Subject.of(text)
     except (specs.SpecError, ValueError) as error:
-        is_unknown = not is_own and name not in FACTORIES
+        is_unknown = not is_own and name not in BY_NAME
         raise ValueError(f"{error}{'; write your own as my_module:my_algorithm' if is_unknown else ''}") from error
     except Exception as error:  # of the user's function
         raise ValueError(f"{text}: {type(error).__name__}: {one_line(error)}") from error
