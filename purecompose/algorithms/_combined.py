@@ -153,7 +153,8 @@ def one_of(
 def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
     """Join methods to one that applies them in their order.
 
-    At AFTER events the order is the opposite one. It is meant as a part of `sometimes` and `one_of`; in a step, a list of methods does the same, and passes order it.
+    At AFTER events the order is the opposite one. It is meant as a part of `sometimes` and `one_of`; in a step, a list
+    of methods does the same, and passes order it.
 
     Args:
         *methods: At least two methods with different names.
