@@ -86,10 +86,8 @@ def write_report(
     if len(given) != len(found):
         raise ValueError(f"write_report: {len(found)} runs and {len(given)} predictions: expected one or None for each")
     names = names_of(found)
-    labels: Callable[[str], tuple[str, ...]] = (lambda name: (name,)) if len(found) > 1 else (lambda name: ())
     both = list(zip(found, names, strict=True))
-    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
-    checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    owners = [((name,) if len(found) > 1 else (), run) for run, name in both]
     content = dict(
         name=names[0] if len(found) == 1 else f"{len(found)} runs",
         runs=[dict(zip(("name", "words", "tone"), (name, *status_of(run)), strict=True)) for run, name in both],
@@ -98,8 +96,6 @@ def write_report(
         overview=_overview(found, names) if len(found) > 1 else (),
         results=_compared([_results(run) for run in found]),
         numbers=_numbers(found, names),
-        script=Markup(script),
-        checksum=checksum,
         settings=_compared([{name: _shown(value) for name, value in flat(run.config).items()} for run in found]),
         trained=_compared([_trained(run) for run in found]),
         versions=_compared([{name: _shown(value) for name, value in run.versions.items()} for run in found]),
@@ -107,9 +103,9 @@ def write_report(
         layers=_grouped(names, [_layers(run) for run in found]),
         plans=_grouped(names, [run.plan for run in found]),
         commands=_grouped(names, [run.command or "" for run in found]),
-        starts=[(*labels(name), *row) for run, name in both for row in _starts(run)],
-        checkpoints=[(*labels(name), *row) for run, name in both for row in _checkpoints(run)],
-        classes=[_classes(one, labels(name)) for one, name in zip(given, names, strict=True) if one],
+        starts=[(*owner, *row) for owner, run in owners for row in _starts(run)],
+        checkpoints=[(*owner, *row) for owner, run in owners for row in _checkpoints(run)],
+        classes=[_classes(one, owner) for one, (owner, _) in zip(given, owners, strict=True) if one],
     )
     return _write_page(path, content)
 
@@ -374,6 +370,9 @@ def _write_page(path: str | os.PathLike[str], content: dict[str, Any]) -> Path:
     environment.filters["breakable"] = _marked(breakable)
     environment.globals["columns"] = _marked(columns)
     environment.globals["toned"] = Toned
+    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+    checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    content |= {"script": Markup(script), "checksum": checksum}  # the only script that a browser may run
     target = Path(path)
     write_text(target, environment.get_template("report.html.jinja").render(content))
     return target
