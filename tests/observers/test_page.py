@@ -26,6 +26,7 @@ def test_the_page_runs(
     first = printed.splitlines()[:4]
     assert [line.rsplit(" ", 2)[0] for line in first] == ["2 0 64", "4 0 128", "6 1 192", "6 1 192"]
     assert [float(line.split()[3]) for line in first[:3]] == pytest.approx([0.1 * (1 - b / 18) for b in (1, 3, 5)])
+    assert re.search(r"^History\(21 records, the last of batch 18: loss=[\d.]+, eval/accuracy=[\d.]+\)$", printed, re.M)
     assert "'norm/weights':" in printed and "[('epoch', 6), ('time/sample', 6), ('loss', 6)]" in printed
     assert re.search(r"^batch 1: the loss is nan$", printed, re.M)
     assert "['batches_5_to_7.json']" in printed
