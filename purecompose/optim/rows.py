@@ -72,7 +72,7 @@ def moved(
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         own = [param, *(tensors[i] for tensors in memory)]
         numbers = [scalar[i] if isinstance(scalar, list) else scalar for scalar in scalars]
-        if is_traced(param):
+        if is_traced(param) or (rule == _WHOLE and _is_traced_on_cpu(param)):
             of_step = [x for x in numbers if isinstance(x, Tensor)]
             constants = [math.nan if isinstance(x, Tensor) else x for x in numbers]
             rows.append(torch.ops.purecompose.rows(own, grad, of_step, constants, rule))
@@ -113,15 +113,21 @@ def tables_apart(
     return [list(column) for column in zip(*(next(found if own else others) for own in are_tables), strict=True)]
 
 
+_WHOLE = "sparse_adam"
+"""The rule whose update is one operation in every traced step on a CPU."""
 _SMALLEST = 2**20
 """Least number of bytes of a table whose traced update is one operation."""
 
 
 def is_traced(param: Tensor) -> bool:
     """Return whether this is a large table in a traced step on a CPU."""
-    is_table = param.ndim == 2 and param.device.type == "cpu" and param.dtype in (torch.float32, torch.float64)
-    is_large = is_table and is_fake(param) and type(len(param)) is int and param.nbytes >= _SMALLEST
-    return is_large and is_plain() and not torch.compiler.is_compiling()
+    is_table = param.ndim == 2 and param.dtype in (torch.float32, torch.float64)
+    return is_table and _is_traced_on_cpu(param) and param.nbytes >= _SMALLEST
+
+
+def _is_traced_on_cpu(param: Tensor) -> bool:
+    is_known = param.device.type == "cpu" and is_fake(param) and type(param.numel()) is int
+    return is_known and is_plain() and not torch.compiler.is_compiling()
 
 
 def _moved(rule: str, tensors: list[Tensor], grad: Tensor, scalars: Sequence[Any]) -> list[Tensor]:
@@ -161,13 +167,25 @@ def _numbers(of_step: list[Tensor], constants: list[float]) -> list[Any]:
     return [next(left) if math.isnan(constant) else constant for constant in constants]
 
 
+def _rows(
+    tensors: list[Tensor], grad: Tensor, of_step: list[Tensor], constants: list[float], rule: str
+) -> list[Tensor]:
+    if rule == _WHOLE:
+        return _moved(rule, tensors, grad, _numbers(of_step, constants))
+    return formula(tensors, grad, of_step, constants, rule)
+
+
 def formula(
     tensors: list[Tensor], grad: Tensor, of_step: list[Tensor], constants: list[float], rule: str
 ) -> list[Tensor]:
-    """Return what `purecompose::rows` does, in operations of torch: the form of a gradient that no embedding has."""
+    """Return what `purecompose::rows` does in operations of torch, for gradients that no embedding has.
+
+    `sparse_adam` remains one operation: which rows it moves is known when it runs, and Inductor cannot compile its
+    formula for a CPU (torch 2.13, "KeyError" while loops are fused).
+    """
+    if rule == _WHOLE:
+        return NotImplemented
     scalars = _numbers(of_step, constants)
-    if rule == "sparse_adam":
-        return _moved(rule, tensors, grad, scalars)
     if rule == "sgd" and not of_step:  # as in eager code, bit for bit
         return [torch.add(tensors[0], grad, alpha=-scalars[0])]
     changes = RULES[rule](grad, tensors[1:], scalars)
@@ -216,7 +234,7 @@ _library = Library("purecompose", "FRAGMENT")
 _library.define(f"rows(Tensor[] tensors, Tensor grad, {_SCALARS}) -> Tensor[]")
 _library.define(f"rows_at(Tensor[] tensors, Tensor[] places, Tensor[] grads, {_SCALARS}) -> Tensor[]")
 _library.define(f"rows_at_(Tensor(a!)[] tensors, Tensor[] places, Tensor[] grads, {_SCALARS}) -> ()")
-_library.impl("rows", formula, "CPU")
+_library.impl("rows", _rows, "CPU")
 _library.impl("rows_at", _rows_at, "CPU")
 _library.impl("rows_at_", _rows_at_, "CPU")
 register_fake("purecompose::rows", _fake, lib=_library)
