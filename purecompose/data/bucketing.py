@@ -65,9 +65,7 @@ class Buckets:
 
     def num_batches(self, *, drop_last: bool) -> int:
         """Return the number of batches in an epoch."""
-        counts = torch.bucketize(self.lengths, torch.tensor(self.bounds)).bincount(minlength=len(self.bounds)).tolist()
-        pairs = zip(counts, self.sizes, strict=True)
-        return sum(count // size if drop_last else -(-count // size) for count, size in pairs)
+        return len(self.batches(torch.arange(len(self.lengths)), drop_last=drop_last))
 
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of samples, whose sequences are padded along their first dimension, all to one length."""
