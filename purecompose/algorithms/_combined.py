@@ -87,10 +87,8 @@ def sometimes(
     label = "chosen" if _num_choices(method) == 0 else f"chosen.{_num_choices(method) + 1}"
 
     def choose(state: State) -> list[Tensor]:
-        if per_example:
-            rng, shape = state.example_rng(f"{method.name}.{label}"), (state.num_examples,)
-            return [random.bernoulli(rng, state.scalar(p), shape)]
-        return [random.bernoulli(state.rng(f"{method.name}.{label}"), state.scalar(p))]
+        rng, shape = _source(state, f"{method.name}.{label}", per_example)
+        return [random.bernoulli(rng, state.scalar(p), shape or None)]
 
     return _choice(method.name, (method,), choose, (label,), is_host=host)
 
@@ -139,9 +137,7 @@ def one_of(
     ends[-1] = 1.0
 
     def choose(state: State) -> list[Tensor]:
-        rng, shape = state.rng(f"{name}.choice"), ()
-        if per_example:
-            rng, shape = state.example_rng(f"{name}.choice"), (state.num_examples,)
+        rng, shape = _source(state, f"{name}.choice", per_example)
         drawn = random.uniform(rng, shape, dtype=torch.float64)
         below = [drawn < end for end in ends]
         return [below[0], *[now & ~before for before, now in zip(below, below[1:], strict=False)]]
@@ -348,6 +344,19 @@ def _num_choices(method: Algorithm) -> int:
         return 0
     made = method._made_by  # pyright: ignore[reportPrivateUsage]
     return _num_choices(method.parts[0]) + (made is not None and made.factory is sometimes)
+
+
+def _source(state: State, name: str, per_example: bool) -> tuple[random.Rng, tuple[int, ...]]:
+    """Return the generator of a choice and its shape: () for the batch, (N,) for examples."""
+    if not per_example:
+        return state.rng(name), ()
+    context = state.context
+    if context.batch_dim or context.splitter is not None:
+        raise ValueError(
+            f"{name}: per_example=True: expected batches whose examples lie along the first dimension, not with "
+            f"batch_dim={context.batch_dim} or a splitter"
+        )
+    return state.example_rng(name), (state.num_examples,)
 
 
 def _narrowed(method: Algorithm, within: Predicate) -> Algorithm:

@@ -273,3 +273,10 @@ def test_methods_that_change_more_than_the_batch_are_not_chosen_by_example():
     step, state = begin(alg.sometimes(alg.sam(), per_example=True))
     with pytest.raises(ValueError, match=re.escape("per_example=True: expected a method that changes the batch only")):
         step(state, batch())
+
+
+def test_examples_along_another_dimension_are_not_chosen():
+    double = pc.Algorithm("double", pc.on("batch_start"), lambda event, state: state.replace(inputs=state.inputs * 2))
+    step, state = begin(alg.sometimes(double, per_example=True), batch_dim=1)
+    with pytest.raises(ValueError, match="examples lie along the first dimension"):
+        step(state, batch())
