@@ -279,4 +279,4 @@ def test_examples_along_another_dimension_are_not_chosen():
     double = pc.Algorithm("double", pc.on("batch_start"), lambda event, state: state.replace(inputs=state.inputs * 2))
     step, state = begin(alg.sometimes(double, per_example=True), batch_dim=1)
     with pytest.raises(ValueError, match="examples lie along the first dimension"):
-        step(state, batch())
+        step(state, (torch.zeros(4, NUM), batch()[1]))
