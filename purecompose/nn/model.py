@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from purecompose._support.checks import shown
 from purecompose._support.messages import warn
@@ -276,7 +277,14 @@ def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, 
     Raises:
         KeyError: A tensor of the architecture is missing.
     """
-    return model.skeleton(train=True).filled_copy(params, buffers)
+    module = model.skeleton(train=True).filled_copy(params, buffers)
+    for one in module.modules():
+        if parametrize.is_parametrized(one):
+            # torch removes a parametrization from the class, which copies share: those in states would lose it, too.
+            shared = type(one)
+            own: Any = type(shared.__name__, shared.__bases__, dict(vars(shared)))
+            one.__class__ = own
+    return module
 
 
 def _outermost(module: nn.Module, is_found: Callable[[nn.Module], bool], name: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import purecompose as pc
 from purecompose._support.objects import fingerprint
@@ -165,6 +165,23 @@ def test_buffers_that_share_memory_in_part_are_named():
     net.register_buffer("some", table[:3])
     with pytest.warns(UserWarning, match="'all' and 'some' share memory.*will not change the other"):
         from_module(net)
+
+
+def test_a_parametrization_that_is_removed_from_a_module_stays_in_the_state():
+    net = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(4, 3)), nn.ReLU(), parametrizations.orthogonal(nn.Linear(3, 3))
+    )
+    parts, expected = from_module(net), net(inputs())
+    exported: Any = to_module(parts.model, parts.params, parts.buffers)
+    for place in (0, 2):
+        parametrize.remove_parametrizations(exported[place], "weight")
+    torch.testing.assert_close(exported(inputs()), expected)
+    assert sorted(name for name, _ in exported.named_parameters()) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    again: Any = to_module(parts.model, parts.params, parts.buffers)
+    for whole in (net, again):
+        torch.testing.assert_close(whole(inputs()), expected)
+        assert parametrize.is_parametrized(whole[0]) and type(whole[0]).__name__ == "ParametrizedLinear"
+    torch.testing.assert_close(copy.deepcopy(again)(inputs()), expected)
 
 
 def test_to_module_gives_an_independent_module_with_its_own_leaves():
