@@ -22,6 +22,7 @@ from purecompose.analysis.effects import (
     Interval as Interval,
     simultaneous_intervals as simultaneous_intervals,
 )
+from purecompose.analysis.proposing import Range as Range
 from purecompose.analysis.replaying import RecordedRun as RecordedRun, Replay as Replay, replay as replay
 from purecompose.analysis.searching import Bisection as Bisection, bisect as bisect
 from purecompose.analysis.sweeping import (

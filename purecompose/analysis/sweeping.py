@@ -1,7 +1,8 @@
-"""Experiments with the values of named scalars: `sweep`, which trains a population with one compiled graph for all
+"""Experiments with the values of named scalars: `sweep`, which trains populations with one compiled graph for all
 settings, and the learning-rate range test.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,6 +17,7 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._support.checks import check_number, check_whole, shown
 from purecompose._support.tables import table
+from purecompose.analysis.proposing import Range, proposed
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single
 from purecompose.data.loaders import StateStream, check_batches, draws_globally, epoch_batches, fixed_batches
@@ -49,7 +51,7 @@ class Sweep:
     Attributes:
         metric: The metric by which the trials are ranked.
         trials: The settings, the best first.
-        state: The state of the population at the end.
+        state: The state of the population at the end; of several, of the one with the best setting.
         best: The index of the best member in the state.
     """
 
@@ -68,19 +70,27 @@ def sweep(
     step: Step,
     state: State,
     data: Any,
-    values: Mapping[str, Sequence[float]],
+    values: Mapping[str, Sequence[float] | Range],
     *,
     evaluate: Evaluator,
     metric: str | None = None,
+    trials: int | None = None,
+    search: str | None = None,
+    rounds: int = 4,
     seeds: int = 1,
     chunk_size: int | None = None,
     observers: Observer | Iterable[Observer] = (),
 ) -> Sweep:
-    """Train a population with different values of named scalars, and rank them by a metric.
+    """Train with different values of named scalars, all combinations or those of a search, and rank them by a metric.
 
     All members have the same initial weights, batches and draws for the same seed, and are trained at once: a compiled
     step compiles one graph. If the optimizer's learning rate is a number, it can be swept as "lr": it becomes
     `hparam("lr", ...)`, times its schedule if it has one.
+
+    **Search.** "grid" trains all combinations of the lists. "random" draws `trials` settings by the state's key, from
+    lists and ranges; with more trials, the first ones stay the same. "optuna" asks Optuna's tree-structured Parzen
+    estimator, seeded by the state's key, for the settings of `rounds` populations, which are trained one after the
+    other: each round follows from the metrics of the earlier ones.
 
     To end bad settings early, as in successive halving, train one run per setting under Optuna: see examples/search.py.
 
@@ -88,9 +98,12 @@ def sweep(
         step: The step of one member, as `compose` or `compile` makes it.
         state: The state at the start, with its duration.
         data: Training data, as for `fit`.
-        values: For each name the values, of which all combinations are trained.
+        values: For each name a list of values, or a `Range` to search in.
         evaluate: The evaluator.
         metric: The metric, such as "eval/loss"; by default the evaluator's first.
+        trials: Number of settings of a search; by default all combinations of the values.
+        search: "grid", "random" or "optuna"; by default "random" with `trials`, otherwise "grid".
+        rounds: Number of populations one after the other, for Optuna.
         seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
         chunk_size: Number of members computed at a time, which bounds the memory; see `population`.
         observers: Observers of the run.
@@ -100,6 +113,11 @@ def sweep(
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range, or the state has no such hparam.
+        ImportError: Optuna is needed and not installed.
+
+    References:
+        Bergstra, Bardenet, Bengio, Kégl, Algorithms for hyper-parameter optimization, NeurIPS 2011.
+        Bergstra, Bengio, Random search for hyper-parameter optimization, JMLR 13, 2012.
 
     Example:
         >>> from purecompose import compose, data, loop_events, losses, optim
@@ -119,8 +137,8 @@ def sweep(
     check_whole(seeds, "sweep: seeds", 1)
     metric = metric or next(iter(evaluate.reported))
     mode = mode_of(metric, None, [evaluate])
-    settings = _checked_settings(values)
-    names = tuple(settings[0])
+    proposals = proposed(values, search, trials, rounds, state.key, mode == "min")
+    settings, names = next(proposals), tuple(values)
     state = step.init(with_named_rate(state, keeps_schedule=True) if "lr" in names else state)
     missing = [name for name in names if name not in state.hparams]
     if missing:
@@ -128,12 +146,19 @@ def sweep(
             f"sweep: the state has no hparam {missing[0]!r}, only {sorted(state.hparams)}; write it in place of a "
             f'number, as in alg.label_smoothing(hparam("{missing[0]}", 0.1))'
         )
-    members = _members(state, settings, seeds)
-    together, start, stacked, evaluator = population_of(step, members, data, evaluate, chunk_size)
-    history = History()
-    watching: list[Any] = [history, *([observers] if callable(observers) else observers)]
-    end = fit(together, start, stacked, evaluate=evaluator, observers=watching)
-    return _ranked(metric, mode, settings, history.series(metric)[1][-1], end)
+    together, done = None, []
+    with contextlib.suppress(StopIteration):
+        while True:
+            members = _members(state, settings, seeds)
+            made, start, stacked, evaluator = population_of(step, members, data, evaluate, chunk_size)
+            if together is None or together[0] != len(members):  # otherwise its compiled graphs serve again
+                together = len(members), made
+            history = History()
+            watching: list[Any] = [history, *([observers] if callable(observers) else observers)]
+            end = fit(together[1], start, stacked, evaluate=evaluator, observers=watching)
+            done.append((_trials(settings, history.series(metric)[1][-1]), end))
+            settings = proposals.send([trial.metric for trial in done[-1][0]])
+    return _ranked(metric, mode, done)
 
 
 def _members(state: State, settings: Sequence[Mapping[str, float]], seeds: int) -> list[State]:
@@ -150,29 +175,24 @@ def _tensors(setting: Mapping[str, float], state: State) -> dict[str, torch.Tens
     return {name: torch.tensor(value, dtype=torch.float32, device=state.device) for name, value in setting.items()}
 
 
-def _checked_settings(values: Any) -> list[dict[str, float]]:
-    """Return the settings: all combinations of the values."""
-    if not isinstance(values, Mapping) or not values:
-        raise TypeError(f"sweep: values: expected lists of numbers by name, {{'lr': [0.01, 0.1]}}, got {shown(values)}")
-    for name, given in values.items():
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            raise TypeError(f"sweep: values[{name!r}]: expected a list of numbers, got {shown(given)}")
-    columns = [[check_number(float(one), f"sweep: values of {name!r}") for one in values[name]] for name in values]
-    settings = [dict(zip(values, one, strict=True)) for one in itertools.product(*columns)]
-    if len(settings) < 2:
-        raise ValueError(f"sweep: values: expected at least two settings, got {shown(values)}")
-    return settings
-
-
-def _ranked(metric: str, mode: str, settings: Sequence[dict[str, float]], found: Any, end: State) -> Sweep:
-    """Return the trials of a finished population, the best first; those whose metric is not finite are the last."""
+def _trials(settings: Sequence[dict[str, float]], found: Any) -> list[Trial]:
+    """Return the trials of a finished population, from the metric of each member."""
     seeds = len(found) // len(settings)
     by_seed = [tuple(found[i : i + seeds]) for i in range(0, len(found), seeds)]
-    trials = [Trial(values, statistics.fmean(one), one) for values, one in zip(settings, by_seed, strict=True)]
+    return [Trial(values, statistics.fmean(one), one) for values, one in zip(settings, by_seed, strict=True)]
+
+
+def _ranked(metric: str, mode: str, done: Sequence[tuple[list[Trial], State]]) -> Sweep:
+    """Return the trials of finished populations, the best first; those whose metric is not finite are the last."""
     sign = 1 if mode == "min" else -1
-    badness = [sign * trial.metric if math.isfinite(trial.metric) else math.inf for trial in trials]
-    order = sorted(range(len(trials)), key=badness.__getitem__)
-    return Sweep(metric, tuple(trials[i] for i in order), end, order[0] * seeds)
+
+    def badness(trial: Trial) -> float:
+        return sign * trial.metric if math.isfinite(trial.metric) else math.inf
+
+    trials = sorted((trial for some, _ in done for trial in some), key=badness)
+    some, end = next(one for one in done if any(trial is trials[0] for trial in one[0]))
+    best = next(i for i, trial in enumerate(some) if trial is trials[0])
+    return Sweep(metric, tuple(trials), end, best * len(trials[0].by_seed))
 
 
 def population_of(

@@ -2,27 +2,31 @@
 compare methods and settings."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from purecompose import analysis
 from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.algorithms import BY_NAME
 from purecompose.analysis import RecordedRun, predicates
+from purecompose.analysis.proposing import proposed
 from purecompose.analysis.sweeping import with_named_rate
 from purecompose.cli.options import Folder, Number, Run, Shown, Time, UsageError, one_line, reported_as
 from purecompose.cli.own import imported, is_own
+from purecompose.cli.parts import check
 from purecompose.cli.results import KeptRun
-from purecompose.cli.settings import Given, Settings
+from purecompose.cli.settings import Given, Settings, meant_setting
 from purecompose.cli.setup import Data, Setup, arithmetic_of, completed, prepare
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointError, MismatchError
+from purecompose.random import key
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.saving.folder import check_replaceable
 from purecompose.saving import save
@@ -214,42 +218,82 @@ def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None
         say(f"\n{found}")
 
 
-def sweep(given: Given, *, values: list[Annotated[str, Shown("NAME=LIST")]], metric: str | None = None) -> None:
-    """Train a population with different settings, and rank them.
+def sweep(
+    given: Given,
+    *,
+    values: list[Annotated[str, Shown("NAME=VALUES")]],
+    trials: Number | None = None,
+    search: Literal["grid", "random", "optuna"] | None = None,
+    rounds: Number = 4,
+    metric: str | None = None,
+) -> None:
+    """Train populations with different settings, all combinations or those of a search, and rank them.
 
     Args:
-        given: The settings of the run. --seeds is the number of seeds of each setting.
-        values: Values of a setting: lr=0.001,0.01,0.1, optimizer.weight_decay=..., mixup.alpha=...; repeat it to train
-            all combinations.
+        given: The settings of the run. --seeds is the number of seeds of each setting, --seed that of a search.
+        values: Values of a setting: lr=0.001,0.01,0.1, optimizer.weight_decay=..., mixup.alpha=...; or a range, such as
+            lr=log(1e-4,1e-1), mixup.alpha=uniform(0.1,0.5); may be repeated.
+        trials: Number of settings of a search (default: all combinations).
+        search: How to choose settings (default: random with --trials, otherwise grid).
+        rounds: With --search optuna: number of populations one after the other, each with what the earlier ones taught.
         metric: Metric to rank by (default: eval/loss).
 
     Examples:
         python -m purecompose sweep --values lr=0.001,0.003,0.01,0.03 --duration 10ep --compile
         python -m purecompose sweep --values lr=0.001,0.01 --values mixup.alpha=0.1,0.4
+        python -m purecompose sweep --values "lr=log(1e-4,1e-1)" --values "mixup.alpha=uniform(0,0.5)" --trials 20
+        python -m purecompose sweep --values "lr=log(1e-4,1e-1)" --trials 20 --search optuna
     """
+    with reported_as("--values"):
+        found = dict(map(_values, values))
+    _check_values(given, found)
+    with reported_as("", *_WRONG):
+        proposed(found, search, trials, rounds, key(given.values.get("seed", 0)), is_better_lower=True)
     with _prepared(given) as (settings, _, setup):
         with reported_as("--values"):
-            numbers = dict(map(_values, values))
-            step, state = _with_names(setup.plain_step, setup.state, numbers)
-        found = analysis.sweep(
+            step, state = _with_names(setup.plain_step, setup.state, found)
+        ranked = analysis.sweep(
             compile(step, quiet=True) if settings.compile else step,
             state,
             setup.train_data,
-            numbers,
+            found,
             evaluate=_at_end(setup),
             metric=metric or f"{setup.watched}/loss",
+            trials=trials,
+            search=search,
+            rounds=rounds,
             seeds=settings.seeds,
         )
-        say(found)
+        say(ranked)
 
 
-def _values(text: str) -> tuple[str, list[float]]:
-    """Return the name and the numbers in NAME=LIST."""
+def _check_values(given: Given, values: Mapping[str, Any]) -> None:
+    """Raise for values that a setting cannot have, before the data are loaded."""
+    chosen = given.chosen()
+    for name, numbers in values.items():
+        owner, _, argument = ("optimizer.lr" if name == "lr" else name).partition(".")
+        for number in (numbers.low, numbers.high) if isinstance(numbers, analysis.Range) else numbers:
+            within = {**chosen.get("within", {}), owner: {**chosen.get("within", {}).get(owner, {}), argument: number}}
+            check({**chosen, "within": within}, "--values")
+
+
+_RANGES = {"log": partial(analysis.Range, log=True), "uniform": analysis.Range}
+
+
+def _values(text: str) -> tuple[str, Any]:
+    """Return the name and the numbers, or the range, in NAME=VALUES."""
     name, _, given = text.partition("=")
+    if name != "lr" and given and "." not in name:
+        hint = meant_setting(name).replace("'optimizer.lr'", "'lr'")
+        raise ValueError(f"{name}: expected lr, optimizer.ARGUMENT or METHOD.ARGUMENT;{hint}".rstrip(";"))
+    if "(" in given:
+        return name, specs.build(specs.parse_one(given), _RANGES, "range")
     try:
         return name, [float(one) for one in given.split(",")]
     except ValueError as error:
-        raise ValueError(f"{text}: expected a name and numbers, such as lr=0.001,0.01,0.1") from error
+        raise ValueError(
+            f"{text}: expected a name and numbers, such as lr=0.001,0.01,0.1, or a range, such as lr=log(1e-4,1e-1)"
+        ) from error
 
 
 def _with_names(step: Step, state: State, names: Iterable[str]) -> tuple[Step, State]:

@@ -81,7 +81,7 @@ def own_generator() -> DataLoader[Any]:
         (lambda run: refused_ablation(make_step=lambda methods: methods), "make_step: expected a Step"),
         (lambda run: refused_ablation(make_step=lambda methods: compose(loop_events)), "differs in mixup: pass the"),
         (lambda run: refused_ablation(data=own_generator()), "the DataLoader has its own generator"),
-        (lambda run: refused_sweep({"lr": 0.1}), r"values\['lr'\]: expected a list of numbers, got 0.1"),
+        (lambda run: refused_sweep({"lr": 0.1}), r"values\['lr'\]: expected a list of numbers or a Range, got 0.1"),
         (lambda run: refused_sweep({"lr": [0.1]}), "expected at least two settings"),
         (lambda run: refused_sweep([{"lr": 0.1}]), "values: expected lists of numbers by name"),
         (lambda run: refused_sweep({"decay": RATES}), "no hparam 'decay'"),

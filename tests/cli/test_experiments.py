@@ -27,6 +27,18 @@ def test_sweep_prints_the_best_setting_first(run: Run) -> None:
     assert status == 0 and out.splitlines()[2].startswith("0.05 "), err
 
 
+@pytest.mark.parametrize("search", [(), ("--search", "optuna", "--rounds", "2")])
+def test_sweep_searches_in_ranges(run: Run, search: tuple[str, ...]) -> None:
+    command = ("sweep", *SMALL, "--values", "lr=log(1e-4,1e-1)", "--values", "mixup.alpha=0.1,0.4", "--trials", "4")
+    if search:
+        pytest.importorskip("optuna")
+    (status, out, err), again, other = (run(*command, *search, "--seed", seed) for seed in ("1", "1", "2"))
+    rows = [[float(word) for word in line.split()] for line in out.splitlines()[2:]]
+    assert status == 0 and (status, out, err) == again and out != other[1], err
+    assert len(rows) == 4 and all(1e-4 <= rate <= 1e-1 and alpha in (0.1, 0.4) for rate, alpha, _ in rows)
+    assert [row[2] for row in rows] == sorted(row[2] for row in rows)
+
+
 def test_lr_range_suggests_a_rate(run: Run) -> None:
     status, out, _ = run("lr-range", *SMALL, "--batches", "20", "--high", "0.1")
     assert status == 0 and "suggested lr: " in out
@@ -36,11 +48,20 @@ def test_lr_range_suggests_a_rate(run: Run) -> None:
     ("values", "message"),
     [
         ("lr=a", "--values: lr=a: expected a name and numbers"),
-        ("sam.rho=1,2", "sam.rho: there is no such setting in this run; there are lr, optimizer.ARGUMENT"),
-        ("mixup.p=1,2", "mixup.p: mixup has the arguments alpha"),
-        ("optimizer.betas=1,2", "expected a setting that is a number"),
+        ("sam.rho=1,2", "--values: sam.rho: there is no sam in this run; there are optimizer, schedule, model, mixup"),
+        ("mixup.p=1,2", "--values: mixup.p: mixup has no parameter 'p'; it has alpha"),
+        ("mixup.alpha=0.1,-1", "--values: mixup.alpha: mixup: alpha: expected"),
+        ("optimizer.betas=1,2", "adam: betas: expected two numbers"),
+        (
+            "learning_rate=1,2",
+            "--values: learning_rate: expected lr, optimizer.ARGUMENT or METHOD.ARGUMENT; did you mean 'lr'?",
+        ),
+        ("lr=log(1e-4,1e-1)", "values of 'lr' are a range: a grid has all combinations"),
+        ("lr=log(0,1)", "--values: log: Range: low: expected a finite number > 0"),
+        ("lr=normal(0,1)", "--values: no range is called 'normal'; did you mean 'uniform'?"),
     ],
 )
-def test_wrong_values_are_usage_errors(run: Run, values: str, message: str) -> None:
+def test_wrong_values_are_usage_errors(run: Run, values: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("purecompose.cli.setup.load_data", None)
     status, _, err = run("sweep", *SMALL, "--values", values)
     assert status == 2 and message in err and err.count("\n") == 1
