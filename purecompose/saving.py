@@ -21,6 +21,7 @@ from purecompose.run.saving.selection import (
 )
 from purecompose.run.saving.weights import (
     export_onnx as export_onnx,
+    export_program as export_program,
     load_weights as load_weights,
     save_weights as save_weights,
 )

@@ -18,6 +18,7 @@ from purecompose import __version__
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
+from purecompose.cli.exporting import export
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
 from purecompose.cli.processes import reporting
@@ -172,6 +173,7 @@ _COMMANDS: dict[str, Callable[..., int | None]] = {
         train,
         evaluate,
         predict,
+        export,
         runs,
         report,
         plot,

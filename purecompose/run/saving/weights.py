@@ -1,4 +1,4 @@
-"""Export of weights: safetensors files with qualified names, and ONNX."""
+"""Export of weights, safetensors files with qualified names, and of networks: ONNX and programs of torch.export."""
 
 import json
 from collections.abc import Mapping
@@ -204,11 +204,47 @@ def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> 
         raise ImportError(
             "export_onnx needs onnx and onnxscript; install them with `pip install 'purecompose[onnx]'`"
         ) from error
-    module = to_module(state).eval()
-    args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, list) else (inputs,)
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else None
+    module, args, kwargs = _for_export(state, inputs)
     with written(Path(path)) as file, torch.no_grad():
         program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, verbose=False, **options)
         assert program is not None
         program.save(str(file), external_data=False)
     return Path(path)
+
+
+def export_program(state: State, inputs: Any, path: Path | str, **options: Any) -> Path:
+    """Write the network, in evaluation mode, as a program of `torch.export`, which `torch.export.load` reads.
+
+    The file holds the computation and the weights; reading it needs torch and none of the network's code.
+
+    Args:
+        state: A single state.
+        inputs: An example of the network's inputs, as for `export_onnx`.
+        path: The file, usually `*.pt2`.
+        options: Further arguments of `torch.export.export`, such as `dynamic_shapes`; without it, all sizes are
+            those of the example.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: The state is a population's.
+
+    Example:
+        >>> import tempfile
+        >>> from purecompose import losses, optim
+        >>> state = State.create(nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> path = export_program(state, torch.ones(3, 2), tempfile.mkdtemp() + "/net.pt2")
+        >>> torch.export.load(path).module()(torch.ones(3, 2)).shape
+        torch.Size([3, 1])
+    """
+    module, args, kwargs = _for_export(state, inputs)
+    with written(Path(path)) as file, torch.no_grad(), file.open("wb") as opened:
+        torch.export.save(torch.export.export(module, args, kwargs, **options), opened)
+    return Path(path)
+
+
+def _for_export(state: State, inputs: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
+    """Return the network in evaluation mode, with the arguments of an example of its inputs."""
+    args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, list) else (inputs,)
+    return to_module(state).eval(), args, dict(inputs) if isinstance(inputs, Mapping) else None
