@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from purecompose import analysis
 from purecompose._support import specs
+from purecompose._support.checks import check_number, check_whole
 from purecompose._support.messages import say
 from purecompose.algorithms import BY_NAME
 from purecompose.analysis import RecordedRun, predicates
@@ -193,6 +194,8 @@ def ablate(given: Given, *, out: Folder | None = None, metric: str | None = None
     Examples:
         python -m purecompose ablate --algorithms "mixup,sam" --duration 10ep --seeds 8 --out runs/ablation
     """
+    if given.chosen().get("algorithms") == "none":
+        raise UsageError("--algorithms: none: expected the methods to compare, such as mixup,sam")
     with _prepared(given) as (settings, data, setup):
 
         def state(seed: int) -> State:
@@ -360,6 +363,10 @@ def lr_range(
     Examples:
         python -m purecompose lr-range --optimizer adam --batches 200
     """
+    with reported_as(""):
+        check_number(low, "--low", 0, above=True)
+        check_number(high, "--high", low, above=True)
+        check_whole(batches, "--batches", 10)
     with _prepared(given) as (_, _, setup):
         given_to = setup.step, setup.state, setup.train_data
         say(analysis.learning_rate_range(*given_to, low=low, high=high, num_batches=batches))
