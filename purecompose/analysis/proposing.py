@@ -32,8 +32,8 @@ class Range:
         TypeError, ValueError: An argument has the wrong type or is out of range.
 
     Example:
-        >>> Range(1e-4, 1e-1, log=True).at(0.5)
-        0.0031622776601683794
+        >>> round(Range(1e-4, 1e-2, log=True).at(0.5), 9)
+        0.001
     """
 
     low: float
