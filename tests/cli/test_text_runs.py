@@ -169,7 +169,7 @@ REFUSED = [
     (["--vocabulary", "aa"], "--vocabulary: CharacterVocabulary: expected each character once"),
     (["--vocabulary", "abc"], "characters that the vocabulary of 3 lacks"),
     (["--model", "gpt(widht=4)"], "gpt has no option 'widht'; did you mean 'width'?"),
-    (["--duration", "3sec"], "expected a number of epochs, batches, samples or tokens"),
+    (["--duration", "3sec"], "expected a number of epochs, batches, updates, samples or tokens"),
 ]
 
 
@@ -185,7 +185,7 @@ def test_settings_for_text_are_refused_for_images(run: Run) -> None:
     for arguments, said in (
         (("--model", "gpt"), "--model: gpt is a network for text, but the data are images"),
         (("--vocabulary", "ab"), "--vocabulary: digits holds images"),
-        (("--duration", "5tok"), "expected a number of epochs, batches or samples"),
+        (("--duration", "5tok"), "expected a number of epochs, batches, updates or samples"),
     ):
         status, _, err = run("train", *arguments)
         assert status == 2 and said in err

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from purecompose import compose, data, loop_events, losses, optim, schedule
-from purecompose.algorithms import FACTORIES
+from purecompose.algorithms import BY_NAME
 from purecompose.cli import main
 from purecompose.cli.training import checksum
 from purecompose.core.state import State
@@ -95,7 +95,7 @@ def test_plans_differ_along_the_run(capsys) -> None:
 
 def test_algorithms_are_listed_in_groups(capsys) -> None:
     lines = run(capsys, "algorithms").splitlines()
-    assert {line.split()[0] for line in lines if line.startswith("  ")} == FACTORIES.keys()
+    assert {line.split()[0] for line in lines if line.startswith("  ")} == BY_NAME.keys()
     assert lines[0] == "On the batch" and all(len(line) <= 100 for line in lines)
     card = run(capsys, "algorithms", "mixup")
     assert card.startswith("mixup(alpha=0.2") and "Beta distribution" in card
