@@ -49,7 +49,7 @@ def sometimes(
     per_example: bool = False,
     host: bool = False,
 ) -> Algorithm:
-    """Let a method act with a probability, decided for each batch or for each example.
+    """Let a method act with a probability, decided by batch or by example.
 
     The decision is drawn from the state's key, once for all events of a step. At other events, such as INIT and
     EVAL_START, the method acts as it does alone.
@@ -178,13 +178,14 @@ def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
 
 @factory
 def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
-    """Let a method act in a part of the run: in the batches from `start` (included) to `end` (excluded).
+    """Let a method act in a part of the run, from `start` up to `end`.
 
     At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
 
     Args:
         method: The method, whose events in a step are all before the time advances, or all after it.
-        start, end: Points of the run: fractions in [0, 1], or times such as "10ep".
+        start, end: Points of the run, of which the first is included and the last is not: fractions in [0, 1], or times
+            such as "10ep".
 
     Raises:
         TypeError, ValueError: A point is not one, `end` is before `start`, or the method acts both before and after the
@@ -210,13 +211,14 @@ def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
 
 @factory
 def every(method: Method, n: Annotated[int | Time | str, checked_period], *, since: Point | None = None) -> Algorithm:
-    """Let a method act in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
+    """Let a method act in every n-th batch, counted from 1.
 
     At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
 
     Args:
         method: The method.
-        n: A number of batches, or a time in batches, epochs or a share of the run.
+        n: A number of batches, or a time in batches, epochs or a share of the run: the method acts in the n-th batch,
+            the 2n-th, and so on.
         since: A point of the run from which to count; see `purecompose.every`.
 
     Raises:
@@ -232,12 +234,12 @@ def every(method: Method, n: Annotated[int | Time | str, checked_period], *, sin
 
 
 def named(method: Algorithm, name: str) -> Algorithm:
-    """Return a method with another name, for its slot, draws and metrics, so that a step can have it twice.
+    """Return a method with another name, so that a step can have it twice.
 
     Args:
         method: A method made by a factory that takes a name, as all of `purecompose.algorithms` do. Methods inside of
             it are renamed with it.
-        name: The name, unique in a step.
+        name: The name, also of its slot, draws and metrics; unique in a step.
 
     Raises:
         TypeError: The method was not made by such a factory.
