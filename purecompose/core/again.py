@@ -37,13 +37,13 @@ def repeatable(
         if carry.state.regrad is not None:  # the gradient of an earlier part is not available within this one
             carry = carry._replace(state=carry.state.replace(regrad=None))
         end, used, terms = run_once(carry, purpose)
-        again = _Again(run_once, carry.used, ranks, has_loss, separable, carry.state)
+        again = Again(run_once, carry.used, ranks, has_loss, separable, carry.state)
         return Carry(end.replace(batch=carry.state.batch, regrad=again), used, terms)
 
     return run
 
 
-class _Again:
+class Again:
     """The part of a step that computes the gradient; see `Regrad`.
 
     It is a pytree node containing the state at the start of that part, so that it can pass from one compiled part to
@@ -117,13 +117,13 @@ def _purpose(sharing: Sharing) -> Purpose:
 
 
 tree.register_node(
-    _Again,
+    Again,
     lambda again: (
         ("state",),
         (again.state,),
         (again.run_once, again.used, again.ranks, again.has_loss, again.separable),
     ),
-    lambda names, children, static: _Again(*static, *children),
+    lambda names, children, static: Again(*static, *children),
 )
 
 

@@ -12,7 +12,8 @@ from purecompose.core.state import State
 from purecompose.nn.model import from_module
 from purecompose.testing.case import Case, bystander
 from purecompose.testing.law import LawViolation
-from purecompose.testing.suite.absence import absent_when_unmatched, neutral_setting
+from purecompose.testing.suite.absence import absent_when_unmatched, draws_keyed, neutral_setting
+from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
 from purecompose.time.predicates import between, on
 
@@ -47,3 +48,9 @@ def test_after_surgery_the_rest_is_still_compared(also_changes_lr: bool) -> None
 
 def test_own_metrics_and_slots_are_allowed_to_a_neutral_algorithm() -> None:
     assert neutral_setting(bystander("neutral"), CASE)
+
+
+def test_what_the_network_draws_again_is_not_the_algorithms() -> None:
+    case = Case(task=TASKS["bf16_tokens"], seed=453, batch_size=2, batches_per_epoch=1, epochs=3, microbatches=3)
+    assert not draws_keyed(alg.sam(0.5), case)
+    assert draws_keyed(alg.sometimes(alg.sam(0.5), 0.5), case)

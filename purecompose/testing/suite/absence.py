@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purecompose.algorithms import sometimes
+from purecompose.core.again import Again
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
@@ -223,14 +224,19 @@ def _check_apart(mine: _Seen, theirs: _Seen, what: str) -> None:
             raise Broken(f"{what} (key {draw.key}, salt {draw.salt})", event=event)
 
 
+_Acting = list[tuple[str, Event, dict[_Draw, int]]]
+"""The applications that run, each with the sizes of its draws."""
+_STEP = ""
+"""In place of an algorithm's name: the step itself, which computes a gradient again."""
+
+
 class _Recorder:
     """A step that records the draws of each of its algorithms."""
 
     def __init__(self, subject: Subject, case: Case) -> None:
         self.subject, self.case = subject, case
         self.drawn: dict[str, _Seen] = {}
-        self.acting: list[tuple[str, Event, dict[_Draw, int]]] = []
-        """The applications that run, each with the sizes of its draws."""
+        self.acting: _Acting = []
         step = case.step(subject.algorithm)
         self.step = step.replace(algorithms=[self._watched(algorithm) for algorithm in step.algorithms])
 
@@ -271,8 +277,22 @@ class _Recorder:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Record the inputs of every draw while the context is active."""
+        """Record the inputs of every draw while the context is active.
+
+        In a gradient that is computed again, the network and others repeat the draws of the step.
+        """
         original: Callable[..., Tensor] = sources.numbers_of
+        again = {name: getattr(Again, name) for name in ("__call__", "gradients")}
+
+        def unheard(method: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self.acting.append((_STEP, Event.AFTER_TRAIN_BATCH, {}))
+                try:
+                    return method(*args, **kwargs)
+                finally:
+                    self.acting.pop()
+
+            return run
 
         def listening(rng: Rng, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             with contextlib.suppress(RuntimeError):  # under vmap there is no single value
@@ -284,14 +304,20 @@ class _Recorder:
             return original(rng, sizes, dtype)
 
         sources.numbers_of = listening
+        for name, method in again.items():
+            setattr(Again, name, unheard(method))
         try:
             yield
         finally:
             sources.numbers_of = original
+            for name, method in again.items():
+                setattr(Again, name, method)
 
     def _note(self, draw: _Draw, size: int) -> None:
         """Record a draw; raise `Broken` if an earlier one of another size had the same name."""
         name, event, seen = self.acting[-1]
+        if name == _STEP:
+            return
         self.drawn.setdefault(name, {}).setdefault(draw, event)
         if seen.setdefault(draw, size) != size and name == self.subject.name:
             what = "two draws of different sizes under one name: they begin with the same numbers"
