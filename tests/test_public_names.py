@@ -101,7 +101,7 @@ def test_what_is_not_used_is_not_imported() -> None:
     """The compiler takes two seconds, which only a compiled step needs; the others are extras."""
     imported = imported_by(FIRST_STEP)
     assert "purecompose.core.state" in imported
-    compiler, extras = {"torch._dynamo", "torch._inductor"}, {"hypothesis", "matplotlib", "rich", "safetensors"}
+    compiler, extras = {"torch._dynamo", "torch._inductor"}, {"hypothesis", "rich", "safetensors"}
     assert imported & {*compiler, *extras} == set()
 
 

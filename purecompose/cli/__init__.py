@@ -22,7 +22,7 @@ from purecompose.cli.exporting import export
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
 from purecompose.cli.processes import reporting
-from purecompose.cli.reports import plot, report, runs
+from purecompose.cli.reports import report, runs
 from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, load_run as load_run, local_copy, predict
 from purecompose.cli.settings import meant_setting
 from purecompose.cli.training import RunError, train
@@ -176,7 +176,6 @@ _COMMANDS: dict[str, Callable[..., int | None]] = {
         export,
         runs,
         report,
-        plot,
         replay,
         bisect,
         compare,

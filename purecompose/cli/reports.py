@@ -1,4 +1,4 @@
-"""Pages, pictures and tables of runs: the commands `report`, `plot` and `runs`."""
+"""Pages and tables of runs: the commands `report` and `runs`."""
 
 import shutil
 import warnings
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from purecompose._support.files import to_json
 from purecompose._support.messages import say
@@ -16,7 +16,7 @@ from purecompose.cli.results import KeptRun, Which, at_checkpoint, predictions_o
 from purecompose.cli.setup import arithmetic_of
 from purecompose.errors import CheckpointError
 from purecompose.observers.progress import describe_seconds
-from purecompose.records import Predictions, draw_curves, list_runs, read_run, write_report
+from purecompose.records import Predictions, list_runs, read_run, write_report
 from purecompose.records.report import number
 
 
@@ -68,31 +68,9 @@ def _reported() -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         text = one_line(error)
-        for prefix in ("read_run: ", "draw_curves: ", "write_report: ", "list_runs: "):
+        for prefix in ("read_run: ", "write_report: ", "list_runs: "):
             text = text.removeprefix(prefix)
         raise UsageError(text) from error
-
-
-def plot(
-    runs: list[Run],
-    *,
-    out: File = "curves.png",
-    x: Literal["batch", "epoch", "time/sample", "time/token", "time/seconds"] = "batch",
-) -> None:
-    """Draw the curves of one or several runs as a picture.
-
-    Args:
-        runs: Folders of runs.
-        out: Image file, *.png, *.svg or *.pdf.
-        x: Column along the horizontal axis.
-
-    Examples:
-        python -m purecompose plot runs/a runs/b --out curves.png
-    """
-    check_target("--out", out)
-    with _reported():
-        draw_curves([read_run(Path(path)) for path in runs], Path(out), x=x)
-    say(f"the curves of {len(runs)} run{'s' * (len(runs) > 1)} in {out}")
 
 
 def runs(

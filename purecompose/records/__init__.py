@@ -1,4 +1,4 @@
-"""Run folders: their records, curves and reports.
+"""Run folders: their records and reports.
 
 with RunFolder("runs/first", {"lr": 0.1}) as run:
     run.begin(step, state)
@@ -6,7 +6,6 @@ with RunFolder("runs/first", {"lr": 0.1}) as run:
 """
 
 from purecompose._support.exports import publish
-from purecompose.records.curves import draw_curves as draw_curves
 from purecompose.records.folder import RunFolder as RunFolder
 from purecompose.records.layout import Kept as Kept, RunRecords as RunRecords, Start as Start, read_run as read_run
 from purecompose.records.listing import list_runs as list_runs

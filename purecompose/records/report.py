@@ -196,7 +196,7 @@ def _numbers(runs: Sequence[RunRecords], names: Sequence[str]) -> Markup | str:
     """Return the numbers of all curves as JSON that may stand in a page; "" without records."""
     if not any(run.records for run in runs):
         return ""
-    panels = panels_of(runs, "batch")
+    panels = panels_of(runs)
     is_long = any(len(one.x) >= SMOOTHED_FROM for panel in panels for one in panel.series if one.is_noisy)
     content = {
         "runs": [

@@ -100,20 +100,12 @@ class Panel(NamedTuple):
         return self.kind == "loss" and len(values) > 0 and bool(0 < 30 * values.min() < values.max())
 
 
-def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
-    """Return the panels for which some run has numbers, with the column `x` along the horizontal axis.
+def panels_of(runs: Sequence[RunRecords]) -> list[Panel]:
+    """Return the panels for which some run has numbers, with the batch along the horizontal axis.
 
     The values of one quantity in training and in evaluations share a panel: `loss` and `eval/loss`.
-
-    Raises:
-        ValueError: There are no records, or none has this column.
     """
     columns = [*dict.fromkeys(name for run in runs for record in run.records for name in record)]
-    if not columns:
-        raise ValueError("draw_curves: the runs have no records yet")
-    known = [name for name in AXES if name in columns]
-    if x not in known:
-        raise ValueError(f"draw_curves: x={x!r}: expected one of {', '.join(known)}, which the records have")
     evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
     trained = [name for name in columns if name.startswith("train/") and name not in evaluated]
     groups: dict[str, list[str]] = {}
@@ -129,7 +121,7 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
     wanted += [("learning rate", "lr", lrs)]
     wanted += [(f"throughput ({name.removeprefix('speed/')} / s)", "speed", [name]) for name in rates[:1]]
     wanted += [("memory (MB)", "memory", [name for name in columns if name.startswith("memory/")])]
-    panels, at = [], [places(run, x) for run in runs]
+    panels, at = [], [places(run, "batch") for run in runs]
     for title, kind, names in wanted:
         series = [part for column in names for i, run in enumerate(runs) for part in _series_of(run, i, column, at[i])]
         if drawn := tuple(one for one in series if one.x):
@@ -206,18 +198,3 @@ def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
 def listed(value: Any) -> list[Any]:
     """Return the numbers of a population's members, or a list of one number."""
     return value if isinstance(value, list) else [value]
-
-
-def smooth(values: Tensor, window: int) -> Tensor:
-    """Return the means of the finite numbers in a window of odd size around each point; NaN where there are none.
-
-    At the ends the window is shorter.
-
-    Example:
-        >>> smooth(torch.tensor([0.0, 3.0, 6.0, float("nan")]), 3).tolist()
-        [1.5, 3.0, 4.5, 6.0]
-    """
-    is_finite = values.isfinite()
-    parts = torch.stack([torch.where(is_finite, values, 0), is_finite.to(values.dtype)])
-    total, share = torch.nn.functional.avg_pool1d(parts[:, None], window, 1, window // 2).squeeze(1)
-    return total / share

@@ -31,11 +31,11 @@ def test_bash_completes_commands_options_values_and_folders(
         assert done.stderr == ""
         return set(done.stdout.split("\n")) - {""}
 
-    assert completed("pl") == {"plot", "plan"}
+    assert completed("re") == {"report", "replay"}
     assert completed("train", "--check") == {"--checkpoint-every"}
     assert completed("train", "--model", "") == set(MODELS)
     assert completed("algorithms", "mix") == {name for name in FACTORIES if name.startswith("mix")}
-    assert completed("plot", "a", "--x", "b") == {"batch"}
+    assert completed("predict", "a", "--checkpoint", "b") == {"best"}
     assert completed("evaluate", "run") == completed("train", "--out", "run") == {"runs"}
 
 

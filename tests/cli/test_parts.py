@@ -68,7 +68,7 @@ def test_a_wrong_setting_is_reported_before_the_data_are_loaded(name: str, run: 
         (["train", "--epochs", "3"], "there is no option --epochs; did you mean '--duration'?"),
         (["evaluate", "run", "--chekpoint", "best"], "there is no option --chekpoint; did you mean '--checkpoint'?"),
         (["evaluate", "run", "--lr", "1"], "there is no option --lr; --help shows the options"),
-        (["plot", "run", "--x", "batches"], "--x: got 'batches'; did you mean 'batch'? there are batch, epoch, time"),
+        (["sweep", "--search", "grids"], "--search: got 'grids'; did you mean 'grid'? there are grid, random, optuna"),
         (["train", "--set", "learning_rate=0.1"], "there is no setting 'learning_rate'; did you mean 'optimizer.lr'?"),
         (["train", "--set", "width=3"], "there is no setting 'width'; did you mean 'model.width'"),
         (["train", "--set", "optimiser.lr=3"], "there is no optimiser in this run; did you mean 'optimizer'?"),

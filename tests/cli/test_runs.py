@@ -220,25 +220,6 @@ def test_populations_train_from_the_shell(run: Run) -> None:
     assert status == 2 and "different times" in err
 
 
-@pytest.mark.slow
-def test_runs_are_drawn_into_one_picture(run: Run) -> None:
-    for name, seed in (("a", "0"), ("b", "1")):
-        run("train", *SMALL, "--seed", seed, "--out", name)
-    status, out, _ = run("plot", "a", "b", "--out", "both.png")
-    assert status == 0 and "the curves of 2 runs in both.png" in out
-    assert pathlib.Path("both.png").read_bytes().startswith(b"\x89PNG")
-    assert run("plot", "a", "b", "--x", "time/sample")[0] == 0
-    for arguments, said in [
-        (("nowhere",), "plot: error: there is no folder nowhere"),
-        (("a", "--x", "time/token"), "x='time/token': expected one of batch, epoch, time/sample"),
-        (("a", "--out", "some/new/both.png"), "--out: some/new/both.png: there is no folder some/new; create it"),
-        (("a", "--out", "both.txt"), "error: expected a file name that ends in .png"),
-    ]:
-        status, _, err = run("plot", *arguments)
-        assert status == 2 and said in err, err
-    assert not pathlib.Path("some").exists()
-
-
 @pytest.mark.filterwarnings("always:.*without confusion matrix")
 def test_a_report_shows_runs_and_their_mistakes(run: Run) -> None:
     for name, seed in (("a", "0"), ("b", "1")):

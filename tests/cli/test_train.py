@@ -141,7 +141,7 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["plan", "nowhere"], "plan: error: nowhere is not a run's folder: it does not exist; create one with train"),
         (["train", "--durration", "1ep"], "there is no option --durration; did you mean '--duration'"),
         (["algorithms", "mixpu"], "no algorithm is called 'mixpu'; did you mean 'mixup'?"),
-        (["plot"], "plot: error: the following arguments are required: RUN"),
+        (["report"], "report: error: the following arguments are required: RUN"),
         (["trian"], "did you mean 'train'?"),
         ([], "COMMAND"),
     ],

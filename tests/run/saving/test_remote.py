@@ -314,7 +314,7 @@ NEWEST, SECOND = in_checkpoint(3, "state.safetensors"), in_checkpoint(2, "state.
         ("evaluate", "/checkpoints/ep0000-ba00000002", [], SECOND),
         ("predict", "", [], NEWEST),
         ("plan", "", [], []),
-        ("plot", "", ["--out", "curves.svg"], []),
+        ("report", "", ["--curves-only"], []),
     ],
 )
 def test_a_command_reads_the_tensors_it_needs(
