@@ -1,9 +1,10 @@
-"""Existing runs: `load_run`, and the commands `evaluate` and `predict`."""
+"""Existing runs: `load_run`, and the commands `evaluate`, `predict` and `export`."""
 
 import csv
+import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from json import dumps
@@ -13,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, metrics
+from purecompose import batch as batches, metrics, saving
 from purecompose._support.messages import is_remote, say, with_urls
 from purecompose._support.specs import did_you_mean
 from purecompose.cli.options import File, Run, Shown, UsageError, check_target, reported_as
@@ -30,6 +31,7 @@ from purecompose.run.evaluation import evaluate as evaluated, predict as predict
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX
 from purecompose.run.saving.remote import fetched
 from purecompose.saving import Ranked, load, newest, ranked
+from purecompose.surgery import with_weights
 
 
 Which = Annotated[str, Shown("NAME", ("newest", "best"))]
@@ -114,6 +116,11 @@ class KeptRun:
     def settings(self) -> dict[str, Any]:
         """Return the settings in the run's folder, with other data if given."""
         return settings_of(_places(self.run)[0]) | ({} if self.data is None else {"data": self.data})
+
+    def check_single(self, what: str) -> None:
+        """Raise for a run of a population."""
+        if self.settings().get("seeds", 1) > 1:
+            raise UsageError(f"{self.run} trained a population; only a single network {what}")
 
     def completed(self, checkpoint: str | None = None) -> tuple[Settings, Data]:
         """Return all settings of the run, and the data; raise before if there is no such checkpoint."""
@@ -240,8 +247,7 @@ def predict(kept: KeptRun, *, checkpoint: Which = "newest", out: File | None = N
     """
     if out is not None:
         check_target("--out", out)
-    if kept.settings().get("seeds", 1) > 1:
-        raise UsageError(f"{kept.run} trained a population; predictions are those of a single network")
+    kept.check_single("can predict")
     settings, data = kept.completed(checkpoint)
     with arithmetic_of(settings):
         run = at_checkpoint(kept.run, checkpoint, settings, data)
@@ -266,3 +272,59 @@ def _predicted(run: _Trained) -> Iterator[tuple[Any, float, Any]]:
         shares, classes = (found.flatten().tolist() for found in outputs.softmax(1).max(1))
         targets = batches.get(batch, run.state.context.target_field).flatten().tolist()
         yield from zip([named[one] for one in classes], shares, [named[one] for one in targets], strict=True)
+
+
+_FORMS: Mapping[str, Callable[[State, Any, Path], Path]] = {
+    ".onnx": lambda state, inputs, path: saving.export_onnx(state, inputs, path, dynamic_shapes=_any_batch()),
+    ".pt2": lambda state, inputs, path: saving.export_program(state, inputs, path, dynamic_shapes=_any_batch()),
+    ".safetensors": lambda state, inputs, path: saving.save_weights(state, path),
+}
+"""The functions that write a file, by its ending."""
+
+
+def export(
+    kept: KeptRun,
+    *,
+    out: list[File],
+    checkpoint: Which = "newest",
+    weights: Annotated[str, Shown("NAME")] | None = None,
+) -> None:
+    """Write the network of a run's checkpoint to files for other programs.
+
+    Args:
+        kept: The run.
+        out: File, whose ending gives its form: *.onnx; *.pt2 for torch.export; *.safetensors for the weights alone; may
+            be repeated.
+        checkpoint: Name of the checkpoint, or one of these.
+        weights: Write the averages of a method instead, such as ema.
+
+    Examples:
+        python -m purecompose export runs/a --out net.onnx
+        python -m purecompose export runs/a --checkpoint best --out net.pt2 --out net.safetensors --weights ema
+
+    Networks are in evaluation mode, and accept batches of any size if their code does.
+    """
+    for path in out:
+        if Path(path).suffix.lower() not in _FORMS:
+            raise UsageError(f"--out: {path}: expected a file name that ends in {', '.join(_FORMS)}")
+        check_target("--out", path)
+    kept.check_single("can be exported")
+    settings, data = kept.completed(checkpoint)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it names packages that are not installed
+    with arithmetic_of(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's exporters
+        trained = at_checkpoint(kept.run, checkpoint, settings, data)
+        state = trained.state.to("cpu")
+        with reported_as("--weights"):
+            state = state if weights is None else with_weights(state, weights)
+        first = next(iter(trained.setup.test_data.to("cpu")))
+        inputs = batches.get(first, state.context.input_field)[:2]  # sizes of 1 would become constants
+        for path in out:
+            with reported_as("--out", OSError):
+                _FORMS[Path(path).suffix.lower()](state, inputs, Path(path))
+            say(f"{with_urls(trained.checkpoint)} in {path}")
+
+
+def _any_batch() -> Any:
+    """Return dynamic shapes in which the first size of the only argument is open."""
+    return ({0: torch.export.Dim.AUTO},)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,11 +19,22 @@ from purecompose.cli.processes import Processes, processes_here
 from purecompose.cli.results import predictions_of, ranked_in
 from purecompose.cli.settings import Given, Settings, command_of, read_config
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
-from purecompose.cli.tracking import TRACKERS, trackers_of
 from purecompose.core.state import State
 from purecompose.data import TextData
 from purecompose.errors import CheckpointError
-from purecompose.observers import History, NaNs, Progress, Recorder, Stopwatch
+from purecompose.observers import (
+    CSV,
+    History,
+    MLflow,
+    NaNs,
+    Progress,
+    Recorder,
+    Stopwatch,
+    TensorBoard,
+    WandB,
+    learning_rate,
+    speed,
+)
 from purecompose.records import RunFolder
 from purecompose.records.folder import is_run
 from purecompose.records.layout import CONFIG, REPORT, checked_settings, to_toml
@@ -38,6 +50,32 @@ class RunError(Exception):
     """An error that has stopped a run, or files that are missing from its folder, in one line."""
 
 
+def _tensorboard(out: Path | None, _: Any, folder: str | None = None, *, every: str = "1ba") -> Recorder:
+    return TensorBoard(_place("tensorboard", folder, out), every=every, monitors=_monitors())
+
+
+def _csv(out: Path | None, _: Any, file: str | None = None, *, every: str = "1ba") -> Recorder:
+    return CSV(_place("metrics.csv", file, out), every=every, monitors=_monitors())
+
+
+def _wandb(out: Path | None, config: Mapping[str, Any], *, every: str = "1ba", **settings: Any) -> Recorder:
+    named = {} if out is None else {"name": out.name}
+    return WandB(settings={"config": dict(config), **named, **settings}, every=every, monitors=_monitors())
+
+
+def _mlflow(out: Any, _: Any, run_id: str | None = None, *, every: str = "1ba") -> Recorder:
+    del out
+    return MLflow(run_id, every=every, monitors=_monitors())
+
+
+_TRACKERS: Mapping[str, Callable[..., Recorder]] = {
+    "csv": _csv,
+    "mlflow": _mlflow,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}
+
+
 def train(
     given: Given,
     *,
@@ -45,7 +83,7 @@ def train(
     resume: bool = False,
     print_config: bool = False,
     quiet: bool = False,
-    tracker: list[Annotated[str, Shown("TRACKER", TRACKERS)]] | None = None,
+    tracker: list[Annotated[str, Shown("TRACKER", tuple(_TRACKERS))]] | None = None,
     shard: Annotated[Literal["step", "layer"], Shown(bare="step")] | None = None,
     traceback: bool = False,
 ) -> None:
@@ -301,3 +339,32 @@ def checksum(params: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def trackers_of(texts: Iterable[str], out: Path | None, settings: Mapping[str, Any]) -> list[Recorder]:
+    """Return the trackers that calls name.
+
+    Args:
+        texts: Calls, such as "tensorboard", or several separated by commas.
+        out: The folder of the run, for trackers that write files.
+        settings: The settings of the run, which a service shows with it.
+
+    Raises:
+        UsageError: A call is wrong.
+        ImportError: The library of a service is not installed.
+    """
+    made = {name: partial(factory, out, settings) for name, factory in _TRACKERS.items()}
+    with reported_as("--tracker", TypeError, ValueError):
+        calls = [call for text in texts for call in specs.parse(text)]
+        return [specs.build(call, made, "tracker") for call in calls]
+
+
+def _monitors() -> list[Any]:
+    return [learning_rate(), speed()]
+
+
+def _place(name: str, given: str | None, out: Path | None) -> Path:
+    """Return the place that a call names, or by default one in the run's folder."""
+    if given is None and out is None:
+        raise ValueError(f"give a path in the call, or the run's folder, --out FOLDER, for {name} in it")
+    return Path(given) if given is not None else Path(out or ".", name)

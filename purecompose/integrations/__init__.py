@@ -5,9 +5,11 @@ this library. It refuses methods that need other places. The libraries are impor
 """
 
 from purecompose._support.exports import publish
-from purecompose.integrations.lightning import lightning_callback as lightning_callback
+from purecompose.integrations.callbacks import (
+    lightning_callback as lightning_callback,
+    trainer_callback as trainer_callback,
+)
 from purecompose.integrations.methods import LoopMethods as LoopMethods
-from purecompose.integrations.transformers import trainer_callback as trainer_callback
 
 
 publish(__name__)

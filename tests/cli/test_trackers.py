@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from purecompose import observers
-from purecompose.cli import tracking
+from purecompose.cli import training
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -81,6 +81,6 @@ def test_wrong_trackers_are_reported_before_the_data_are_loaded(
 
 def test_tensorboard_writes_into_the_folder_of_the_run(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("tensorboard")
-    (tracker,) = tracking.trackers_of(["tensorboard"], tmp_path, {})
+    (tracker,) = training.trackers_of(["tensorboard"], tmp_path, {})
     assert isinstance(tracker, observers.TensorBoard)
     tracker.close()
