@@ -202,21 +202,28 @@ def _rows_at_(
 ) -> None:
     param = tensors[0]
     numbers = [x.item() if isinstance(x, Tensor) else x for x in _numbers(of_step, constants)]
-    index = torch.cat([one.reshape(-1) for one in places])
+    index = torch.cat([one.reshape(-1).long() for one in places])
     rows = torch.cat([one.reshape(-1, param.shape[1]) for one in grads]).to(param.dtype)
-    if rule == "sgd":  # linear, so that rows need not be summed first
-        param.add_(_sparse(index, rows, len(param)), alpha=-numbers[0])
+    if rule == "sgd" and _repeats(index) <= _MOST_ROUNDED:  # linear, so that few rows need not be summed first
+        indices, size = index[None], (len(param), param.shape[1])
+        param.add_(torch.sparse_coo_tensor(indices, rows, size, check_invariants=False), alpha=-numbers[0])
         return
-    chosen, turn = index.unique(return_inverse=True)
-    sums = rows.new_zeros(len(chosen), param.shape[1]).add_(_sparse(turn, rows, len(chosen)))
+    ordered, order = index.sort(stable=True)
+    chosen, counts = ordered.unique_consecutive(return_counts=True)
+    sums = torch.embedding_bag(rows, order, counts.cumsum(0) - counts)[0]
     is_named = (sums != 0).any(1)
     if not is_named.all():
         chosen, sums = chosen[is_named], sums[is_named]
     _write(rule, tensors, chosen, sums, numbers)
 
 
-def _sparse(index: Tensor, rows: Tensor, size: int) -> Tensor:
-    return torch.sparse_coo_tensor(index[None], rows, (size, rows.shape[1]), check_invariants=False)
+_MOST_ROUNDED = 8
+"""Most rows that are added one by one to a row of a table, which rounds each sum to the precision of that row."""
+
+
+def _repeats(index: Tensor) -> int:
+    """Return a bound of how often a number occurs, which is that of the numbers that are congruent to it."""
+    return int((index % (4 * len(index) + 1)).bincount().max()) if len(index) else 0
 
 
 def _rows_at(tensors: list[Tensor], *given: Any) -> list[Tensor]:

@@ -114,6 +114,17 @@ def test_large_layers_move_by_the_same_bits_as_in_an_eager_step(graphs: list[fx.
     assert count(graphs[0], "rows") == 1
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_that_many_indices_name_moves_by_the_sum_of_their_gradients(rule: str) -> None:
+    net = Net("plain")
+    with torch.no_grad():
+        net.table.weight[:3] += 100  # to which the gradients of single examples add nothing
+    (step, fast), state = made(), new_state(net, RULES[rule][0])
+    batch = torch.arange(9000, dtype=torch.int32)[:, None] % 3, torch.arange(9000) % 2
+    torch.testing.assert_close(dict(fast(state, batch).params), dict(step(state, batch).params), rtol=1e-6, atol=1e-6)
+    assert (step(state, batch).params["table.weight"][:3] - net.table.weight[:3]).abs().max() > 1e-3
+
+
 def test_rows_without_a_gradient_keep_their_bits_and_memory() -> None:
     _, fast = made()
     before = new_state(Net("plain"), RULES["sparse_adam"][0])
