@@ -352,6 +352,8 @@ def _called(name: str) -> Metric:
     """Return the metric of this module that has this name."""
     if number := re.fullmatch(r"top_([1-9]\d*)", name):
         return top_k(int(number[1]))
+    if name in ("balanced_accuracy", "f1", "iou"):
+        raise ValueError(f"the metric {name!r} needs the number of classes: write metrics.{name}(10) for 10 classes")
     if name not in _NAMED:
         hint = did_you_mean(name, _NAMED)
         raise ValueError(
@@ -386,6 +388,8 @@ def _with_parts(
         )
     check_pairs(loss_fn, outputs, targets)
     terms, found = num_terms(loss_fn, outputs, targets, num_examples), dict(acc)
+    if isinstance(terms, Tensor) and terms.is_floating_point():  # float32 would round away further weights
+        terms = terms.to(init_mean(loss.device).total.dtype)
     for name, value in {"": loss, **parts}.items():
         total, number = acc.get(name) or init_mean(loss.device)
         # With a total of 1 the share is value * terms, or zero if nothing in the batch counts.

@@ -19,6 +19,7 @@ from purecompose.core.state import State
 from purecompose.core.values import TENSOR_FIELDS
 from purecompose.errors import FormError
 from purecompose.losses.targets import Mixture, per_row
+from purecompose.losses.weights import with_weights
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
 from purecompose.time import Time, predicates
@@ -453,6 +454,8 @@ def _chosen(name: str, masks: list[Tensor], results: list[State], start: State) 
             continue
         if by_example and field not in ("batch", "slots", "metrics"):
             raise ValueError(f"{name}: per_example=True: expected a method that changes the batch only, not {field}")
+        if field == "batch":
+            *values, old = with_weights([*values, old], start.context.target_field)
         choose = _chooser(name, f"state.{field}", masks)
         is_by_key = field in ("slots", "metrics")
         changes[field] = _by_key(choose, values, old) if is_by_key else choose([*values, old])
@@ -521,6 +524,7 @@ def _either(mixtures: Sequence[Mixture], masks: Sequence[Tensor]) -> Mixture:
         tuple(targets for mixture in mixtures for targets in mixture.targets),
         tuple(weight * mask for mixture, mask in zip(mixtures, chosen, strict=True) for weight in mixture.weights),
         any(mixture.interpolate_loss for mixture in mixtures),
+        mixtures[0].is_weighted,
     )
 
 

@@ -91,7 +91,7 @@ class State(Values):
             target_field: The field of a batch with the target, which may be the input's, as for an autoencoder; `None`
                 if there is no target, and the loss is called with `None` in its place.
             weight_field: The field of a batch with a weight for each example, (N,), at least 0; by default all count
-                alike. The loss is then sum_i w_i l_i / sum_i w_i, from the losses of single examples.
+                alike. The loss is then sum_i w_i l_i / sum_i w_i, from the losses of single examples, and has no parts.
             batch_dim: The dimension of the batch's tensors that indexes the examples: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose._support.checks import shown
+from purecompose._support.device import as_scalar
 from purecompose._support.internals import without_modes
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.functions import mean_of, reduced
@@ -123,7 +124,10 @@ def evaluate_parts(
     has_positions = hasattr(counter_of(loss_fn), "counted")
     if reduction == "mean" and (has_positions or targets.is_weighted):
         total = losses if has_positions else losses.reshape(len(losses), -1).mean(1)
-        return mean_of(total.sum(), num_terms(loss_fn, outputs, targets)), {}
+        number = num_terms(loss_fn, outputs, targets)
+        if targets.is_weighted:  # the dtype of the loss is not that of the weights
+            number = as_scalar(number, total.dtype, total.device)
+        return mean_of(total.sum(), number), {}
     return reduced(losses, reduction), {}
 
 

@@ -15,9 +15,14 @@ from purecompose._support.device import constants
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
 
+def _plain(given: Any) -> Any:
+    """Return a tensor or a NumPy array as numbers."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
 def _checked(given: Any, where: str) -> tuple[float, ...] | None:
     """Return the weights of classes as numbers."""
-    weights = given.tolist() if hasattr(given, "tolist") else given  # a tensor or a NumPy array
+    weights = _plain(given)
     if weights is None:
         return None
     if not isinstance(weights, list | tuple):
@@ -27,10 +32,13 @@ def _checked(given: Any, where: str) -> tuple[float, ...] | None:
 
 def _of_classes(weights: Any, outputs: Tensor, dtype: torch.dtype, where: str) -> Tensor:
     """Return the weights of the classes in dim 1 of the outputs, (C,), on their device."""
-    if outputs.ndim > 1 and len(weights) != outputs.shape[1]:
+    num_classes = outputs.shape[1] if outputs.ndim > 1 else 1
+    if isinstance(weights, float):
+        weights = (weights,) * num_classes
+    if len(weights) != num_classes:
         raise ValueError(
-            f"{where} has {len(weights)} numbers, expected one for each of the {outputs.shape[1]} classes of outputs "
-            f"of shape {tuple(outputs.shape)}"
+            f"{where} has {len(weights)} numbers, expected one for each of the {num_classes} classes of outputs of "
+            f"shape {tuple(outputs.shape)}"
         )
     return constants(weights, dtype, outputs.device)
 
@@ -200,7 +208,7 @@ class BinaryCrossEntropy:
     def __post_init__(self) -> None:
         if self.mean_over not in ("elements", "examples"):
             raise ValueError(f"BinaryCrossEntropy: mean_over={self.mean_over!r}: expected 'elements' or 'examples'")
-        where, given = "losses.BinaryCrossEntropy: pos_weight", self.pos_weight
+        where, given = "losses.BinaryCrossEntropy: pos_weight", _plain(self.pos_weight)
         is_number = isinstance(given, int | float)
         object.__setattr__(self, "pos_weight", check_number(given, where, 0) if is_number else _checked(given, where))
 
@@ -211,9 +219,7 @@ class BinaryCrossEntropy:
             targets = targets.to(wide_dtype(outputs))
         weight = None
         if self.pos_weight is not None:
-            given = self.pos_weight
-            numbers = (given,) * (outputs.shape[1] if outputs.ndim > 1 else 1) if isinstance(given, float) else given
-            weight = _of_classes(numbers, outputs, outputs.dtype, "losses.BinaryCrossEntropy: pos_weight")
+            weight = _of_classes(self.pos_weight, outputs, outputs.dtype, "losses.BinaryCrossEntropy: pos_weight")
             weight = weight.reshape(-1, *[1] * (outputs.ndim - 2))
         if self.mean_over == "elements":
             return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction=reduction)
@@ -311,6 +317,7 @@ class BinaryFocal:
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         if has_index_targets(outputs, targets):
             targets = one_hot(targets, outputs)
+        targets = targets if targets.is_floating_point() else targets.to(wide_dtype(outputs))
         own, other = (1.0, 1.0) if self.alpha is None else (self.alpha, 1 - self.alpha)
         wide = outputs.to(wide_dtype(outputs))
         positive, negative = (_damped(F.logsigmoid(logits), self.gamma) for logits in (wide, -wide))

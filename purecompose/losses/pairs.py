@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from purecompose._support.checks import check_flag, check_number, is_number, shown
 from purecompose.losses.functions import cross_entropy, mean_of, reduced
 from purecompose.losses.targets import Mixture, wide_dtype
-from purecompose.losses.terms import ignore_index_of
+from purecompose.losses.terms import counter_of, ignore_index_of
 
 
 class InfoNCE(nn.Module):
@@ -60,7 +60,7 @@ class InfoNCE(nn.Module):
         super().__init__()
         if negatives not in ("both", "other"):
             raise ValueError(f"losses.InfoNCE: negatives={negatives!r}: expected 'both' or 'other'")
-        if is_number(temperature) or check_flag(learned, "losses.InfoNCE: learned"):
+        if check_flag(learned, "losses.InfoNCE: learned") or is_number(temperature):
             check_number(temperature, "losses.InfoNCE: temperature", 0, above=True)
         self.temperature: Any = temperature
         self.negatives: str = negatives
@@ -71,7 +71,7 @@ class InfoNCE(nn.Module):
     def forward(self, outputs: Any, targets: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its parts, 0-d."""
         del targets
-        first, second = (F.normalize(view, dim=1) for view in _two_views(outputs))
+        first, second = (F.normalize(view.to(wide_dtype(view)), dim=1) for view in _two_views(outputs))
         num, parts = len(first), {}
         temperature = self.temperature
         if self.log_temperature is not None:
@@ -177,9 +177,10 @@ class Distillation:
     def counted(self, outputs: Any, targets: Any) -> Tensor:
         """Return the mask of the positions in the mean, bool (N, ...)."""
         student, _, labels = _taught(outputs, targets)
-        if labels is None or not hasattr(self.loss, "counted"):
+        counting = counter_of(self.loss)
+        if labels is None or not hasattr(counting, "counted"):
             return torch.ones_like(student[:, 0], dtype=torch.bool)
-        return self.loss.counted(student, labels)  # pyright: ignore[reportFunctionMemberAccess]
+        return counting.counted(student, labels)
 
 
 def _taught(outputs: Any, targets: Any) -> tuple[Tensor, Tensor, Any]:

@@ -209,7 +209,7 @@ class Mixture:
             raise ValueError(
                 f"expected one weight for each example, a tensor of shape {tuple(plain.weights[0].shape)}, got {came}"
             )
-        weights = weights if weights.is_floating_point() else weights.to(plain.weights[0].dtype)
+        weights = weights.to(torch.promote_types(weights.dtype, plain.weights[0].dtype))  # sums need more than half
         return replace(plain, weights=(weights,), interpolate_loss=True, is_weighted=True)
 
     def unweighted(self) -> Tensor | Mixture:
@@ -256,8 +256,12 @@ class Mixture:
         """
         more = num_terms - len(self.weights)
         zeros = torch.zeros_like(self.weights[0])
-        by_loss = self.interpolate_loss or interpolate_loss
-        return Mixture(self.targets + self.targets[:1] * more, self.weights + (zeros,) * more, by_loss)
+        return replace(
+            self,
+            targets=self.targets + self.targets[:1] * more,
+            weights=self.weights + (zeros,) * more,
+            interpolate_loss=self.interpolate_loss or interpolate_loss,
+        )
 
     def mixed_with(self, permutation: Tensor, weight: Tensor | float, interpolate_loss: bool = False) -> Mixture:
         """Mix each example with a partner; this doubles the terms.

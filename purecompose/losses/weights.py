@@ -71,6 +71,16 @@ def has_weights(field: Any) -> bool:
     return isinstance(field, tuple) and isinstance(field[0], WeightedField)
 
 
+def with_weights(given: list[Any], field: Any) -> list[Any]:
+    """Return forms of a batch whose targets all have the weights of examples, if those of one have been mixed."""
+    if not has_weights(field):
+        return given
+    targets = [batches.get(batch, field[0].target) for batch in given]
+    if not any(isinstance(target, Mixture) for target in targets):
+        return given
+    return [batches.put(batch, field, batches.get(batch, field)) for batch in given]
+
+
 def lacks_weights(batch: Any, field: Any) -> bool:
     """Return whether a field of targets has weights of examples, and a batch has not."""
     if not has_weights(field):

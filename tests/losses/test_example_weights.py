@@ -113,6 +113,43 @@ def test_a_compiled_step_has_the_weights_of_the_eager_one():
     torch.testing.assert_close(ends[0].params, ends[1].params)
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double])
+@pytest.mark.parametrize("cut", [{}, {"microbatches": 3}], ids=str)
+def test_sums_of_weights_are_wide_and_the_loss_keeps_its_dtype(make, cut):
+    state = State.create(make_mlp(), loss=losses.cross_entropy, optimizer=pc.optim.sgd(0.1), weight_field=2)
+    weights = make(torch.linspace(1.0, 30000.0, 12))  # whose sum is more than float16 holds
+    outputs = state.forward(INPUTS.float())
+    wide = weights.double()
+    expected = (F.cross_entropy(outputs.double(), CLASSES, reduction="none") * wide).sum() / wide.sum()
+    end = compose(loop_events, **cut)(state, (INPUTS.float(), CLASSES, weights))
+    assert end.loss is not None and end.loss.dtype is torch.float32
+    assert end.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    mean = metrics.mean_loss()
+    acc = mean.update(mean.init(), outputs, Mixture.weighted(CLASSES, weights), loss_fn=losses.cross_entropy)
+    assert acc[""].number.dtype is torch.float64
+
+
+def played_losses(method: Algorithm, **options: Any) -> list[float]:
+    step = compose(loop_events, [method])
+    state, seen = step.init(new_state(optimizer=pc.optim.sgd(0.0), **options)), []
+    for _ in range(6):
+        state = step(state, BATCH)
+        assert state.loss is not None
+        seen.append(state.loss.item())
+    return seen
+
+
+def test_a_method_that_acts_sometimes_keeps_the_weights():
+    mixed, on_host = (played_losses(alg.sometimes(alg.mixup(0.4), 0.5, host=host)) for host in (False, True))
+    assert mixed == pytest.approx(on_host, rel=1e-12)
+    plain, smooth = (played_losses(alg.label_smoothing(share))[0] for share in (0.0, 0.1))
+    chosen = played_losses(alg.sometimes(alg.label_smoothing(0.1), 0.5))
+    assert {round(loss, 9) for loss in chosen} == {round(plain, 9), round(smooth, 9)}
+    assert played_losses(alg.sometimes(alg.mixup(0.4), 0.0, per_example=True)) == pytest.approx([plain] * 6)
+    either = played_losses(alg.one_of(alg.mixup(0.4), alg.label_smoothing(0.1)))
+    assert any(loss == pytest.approx(smooth) for loss in either)
+
+
 def test_a_partner_brings_its_weight():
     mixed, mixture = pc.functional.mixup_batch(pc.random.key(0), INPUTS, Mixture.weighted(CLASSES, WEIGHTS), alpha=0.4)
     share = 1 - mixture.weights[0][0] / WEIGHTS[0]

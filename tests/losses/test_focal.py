@@ -60,6 +60,12 @@ def test_the_loss_of_classes_damps_the_probable_ones(alpha, rest):
     torch.testing.assert_close(Focal(0.0)(outputs, targets), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8])
+def test_binary_targets_may_be_integers_or_bools(dtype):
+    outputs, targets = torch.randn(4, 3), torch.rand(4, 3).round()
+    torch.testing.assert_close(BinaryFocal()(outputs, targets.to(dtype)), BinaryFocal()(outputs, targets))
+
+
 def test_gradients_stay_finite_where_a_class_is_certain():
     for loss in (Focal(0.5), BinaryFocal(0.5)):
         outputs = torch.tensor([[300.0, 0.0], [-300.0, 300.0]], requires_grad=True)

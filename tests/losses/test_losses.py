@@ -167,7 +167,7 @@ def test_binary_cross_entropy_may_be_a_mean_over_examples():
     assert num_terms(loss_fn, outputs, targets) == 4
 
 
-@pytest.mark.parametrize("weight", [3.0, [1.0, 2.0, 4.0], torch.tensor([1.0, 2.0, 4.0])])
+@pytest.mark.parametrize("weight", [3, torch.tensor(3.0), [1.0, 2.0, 4.0], torch.tensor([1.0, 2.0, 4.0])])
 @pytest.mark.parametrize("rest", [(), (5,)])
 def test_rare_labels_count_more_by_pos_weight(weight, rest):
     outputs, targets = torch.randn(4, 3, *rest), torch.rand(4, 3, *rest).round()
@@ -177,6 +177,8 @@ def test_rare_labels_count_more_by_pos_weight(weight, rest):
     by_examples = BinaryCrossEntropy("examples", weight)
     torch.testing.assert_close(by_examples(outputs, targets, "none"), expected.flatten(1).sum(1))
     assert hash(BinaryCrossEntropy(pos_weight=weight)) == hash(BinaryCrossEntropy(pos_weight=weight))
+    with pytest.raises(ValueError, match="4 numbers, expected one for each of the 1 classes"):
+        BinaryCrossEntropy(pos_weight=[1.0] * 4)(outputs.flatten(1)[:, 0], targets.flatten(1)[:, 0])
 
 
 @pytest.mark.parametrize("cls", [CrossEntropy, MeanSquaredError, BinaryCrossEntropy, ModelLoss])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
@@ -28,6 +29,23 @@ def by_loops(views: Tensor, temperature: float, *, both: bool) -> tuple[float, f
         total -= math.log(rated[i, 1 - v] / sum(rated.values()))
         hits += max(rated, key=rated.__getitem__) == (i, 1 - v)
     return total / len(vectors), hits / len(vectors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_views_of_half_precision_are_compared_in_single_precision(dtype):
+    loss, parts = InfoNCE(0.05)(VIEWS.to(dtype))
+    assert loss.dtype is parts["accuracy"].dtype is torch.float32
+    assert loss.item() == pytest.approx(InfoNCE(0.05)(VIEWS.to(dtype).double())[0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("labels", [losses.cross_entropy, F.cross_entropy])
+def test_a_student_learns_from_positions_that_the_loss_of_labels_counts(labels):
+    student, teacher = VIEWS.unbind(1)
+    classes = torch.tensor([0, -100, 2, 3, -100, 1])
+    kept = classes >= 0
+    loss, parts = Distillation(2.0, 0.3, labels)((student, teacher), classes)
+    expected, of_kept = Distillation(2.0, 0.3)((student[kept], teacher[kept]), classes[kept])
+    torch.testing.assert_close((loss, parts), (expected, of_kept))
 
 
 @pytest.mark.parametrize("negatives", ["both", "other"])
