@@ -123,7 +123,7 @@ def check_keywords(given: Iterable[str], function: Callable[..., Any]) -> None:
     for name in given:
         if name not in known:
             names = [name for name in known if name not in ("cls", "self")]
-            hint = instead_of_setting(_name(function), name) or did_you_mean(name, names)
+            hint = instead_of_setting(_name(function), name, names) or did_you_mean(name, names)
             raise TypeError(
                 f"{_name(function)}() got an unexpected keyword argument {name!r};"
                 f"{hint or ' it takes ' + ', '.join(names)}"

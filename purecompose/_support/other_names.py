@@ -8,6 +8,7 @@ fits the functions here, and writes the tables of the page.
 
 import functools
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -364,16 +365,27 @@ def rows(table: str) -> tuple[Row, ...]:
     return tuple(found)
 
 
-def instead_of_setting(function: str, name: str) -> str:
+def instead_of_setting(function: str, name: str, own: Collection[str] = ()) -> str:
     """Return a hint for a setting that a function does not have; "" if nothing is known of it.
+
+    Args:
+        function: The function.
+        name: The setting.
+        own: The settings that the function has; an answer that is one of them is written without another function.
 
     Example:
         >>> instead_of_setting("sam", "interval")
         ' write every=10'
         >>> instead_of_setting("alibi", "max_sequence_length")
         ' it does not exist here: there is no limit'
+        >>> instead_of_setting("train", "epochs", own=["duration"])
+        ' write duration="3ep"'
     """
-    return _hint(_settings().get((function, name), ""))
+    answer = _settings().get((function, name), "")
+    code, *rest = re.split("(?=;)", answer, maxsplit=1)
+    call = re.fullmatch(r"pc\.([\w.]+)\(((\w+)=.*)\)", code)
+    is_own = call and function in (call[1], "train") and call[3] in own
+    return f" write {call[2]}{''.join(rest)}" if call and is_own else _hint(answer)
 
 
 def instead_of_name(name: str) -> str:

@@ -86,7 +86,7 @@ def proposed(
     if trials is None:
         raise ValueError(f"sweep: search={search!r} needs the number of trials, such as trials=20")
     check_whole(trials, "sweep: trials", 2)
-    check_whole(rounds, "sweep: rounds", 1, trials)
+    check_whole(rounds, "sweep: rounds", 1)
     if search == "random":
         return _at_once([_drawn(space, Rng(key).named("sweep").named(trial)) for trial in range(trials)])
     seed = int(bits(Rng(key).named("sweep"), 1).item()) % 2**32
@@ -121,7 +121,7 @@ def _drawn(space: Mapping[str, Range | list[float]], rng: Rng) -> dict[str, floa
 
 def _sizes(trials: int, rounds: int) -> list[int]:
     """Return the numbers of trials in each round, equal but for the last, so that one graph serves almost all."""
-    size = math.ceil(trials / rounds)
+    size = math.ceil(trials / min(rounds, trials))
     return [min(size, trials - start) for start in range(0, trials, size)]
 
 

@@ -103,7 +103,7 @@ def sweep(
         metric: The metric, such as "eval/loss"; by default the evaluator's first.
         trials: Number of settings of a search; by default all combinations of the values.
         search: "grid", "random" or "optuna"; by default "random" with `trials`, otherwise "grid".
-        rounds: Number of populations one after the other, for Optuna.
+        rounds: Number of populations one after the other, for Optuna; at most `trials`.
         seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
         chunk_size: Number of members computed at a time, which bounds the memory; see `population`.
         observers: Observers of the run.

@@ -249,6 +249,8 @@ def sweep(
     """
     with reported_as("--values"):
         found = dict(map(_values, values))
+        if len(found) < len(values):
+            raise ValueError(f"expected each name once, got {', '.join(text.partition('=')[0] for text in values)}")
     _check_values(given, found)
     with reported_as("", *_WRONG):
         proposed(found, search, trials, rounds, key(given.values.get("seed", 0)), is_better_lower=True)

@@ -14,6 +14,7 @@ from purecompose import losses, optim, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
 from purecompose._support.files import read_whole
+from purecompose._support.other_names import instead_of_setting
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.recipes import RECIPES, recipe
 from purecompose.cli.options import (
@@ -336,19 +337,14 @@ def _checked(name: str, value: Any, where: str) -> Any:
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "lr_scheduler": "schedule",
-    "epochs": "duration",
-    "max_epochs": "duration",
-    "max_duration": "duration",
-    "max_steps": "duration",
     "dataset": "data",
     "network": "model",
     "methods": "algorithms",
     "amp": "precision",
-    "accelerator": "device",
     "eval_interval": "eval_every",
     "save_interval": "checkpoint_every",
 }
-"""What other libraries call a setting."""
+"""What other libraries call a setting, where the table of their names has another answer for Python."""
 
 
 def meant_setting(name: str, form: Callable[[str], str] = str) -> str:
@@ -365,7 +361,8 @@ def meant_setting(name: str, form: Callable[[str], str] = str) -> str:
         for owner, factories in owners.items()
         if any(name in inspect.signature(factory).parameters for factory in factories.values())
     ]
-    found = [_ELSEWHERE[name]] if name in _ELSEWHERE else found[:5]
+    answer = re.match(r" write (\w+)=", instead_of_setting("train", name, SETTINGS))
+    found = [_ELSEWHERE[name]] if name in _ELSEWHERE else found[:5] or ([answer[1]] if answer else [])
     return f" did you mean {' or '.join(map(repr, map(form, found)))}?" if found else ""
 
 

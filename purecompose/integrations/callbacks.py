@@ -26,9 +26,9 @@ def lightning_callback(
 
     Methods on the model act at `setup`, before the optimizer is created; those on batches before `training_step`, which
     gets the changed batch, with mixed or smoothed targets as weights of classes (N, C, ...); those on gradients before
-    the optimizer's step; and averages after it, which validation, tests and predictions then use. Lightning's
-    checkpoints contain the key, the time and the slots, so that a resumed run draws and averages the same. Each process
-    draws by its own key, since it has its own batches.
+    the step of an optimizer, with the gradients of its parameters; and averages after each batch, which validation,
+    tests and predictions then use. Lightning's checkpoints contain the key, the time and the slots, so that a resumed
+    run draws and averages the same. Each process draws by its own key, since it has its own batches.
 
     Args:
         methods: The methods.
@@ -65,8 +65,9 @@ class _LightningHooks:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         epochs, steps, batches = trainer.max_epochs, trainer.max_steps, trainer.num_training_batches
         duration = f"{epochs}ep" if epochs and epochs > 0 else None
-        duration = f"{steps * trainer.accumulate_grad_batches}ba" if steps > 0 else duration
-        self.methods.set_length(duration, int(batches) if batches < float("inf") else None)
+        duration = f"{steps}up" if steps > 0 else duration
+        size = int(batches) if batches < float("inf") else None
+        self.methods.set_length(duration, size, trainer.accumulate_grad_batches)
         self.methods.rank = trainer.global_rank
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -84,7 +85,7 @@ class _LightningHooks:
             batch.update(changed)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.methods.on_gradients()
+        self.methods.on_gradients(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.methods.at_batch_end(batch)
@@ -126,6 +127,7 @@ def trainer_callback(methods: Sequence[Algorithm], *, key: int | Tensor = 0) -> 
     Raises:
         ImportError: Transformers is not installed.
         UnsupportedError: A method needs what a callback of the `Trainer` does not have, such as batches.
+        ValueError: In the run: gradients are scaled, by fp16 with `max_grad_norm=0`.
         FileNotFoundError: In the run: it resumes from a checkpoint without the file.
     """
     transformers = importlib.import_module("transformers")
@@ -147,6 +149,12 @@ class _TrainerHooks:
         self.methods.start(others["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        changes_gradients = any(Event.AFTER_TRAIN_BATCH in method.events for method in self.methods.methods)
+        if args.fp16 and not args.max_grad_norm and changes_gradients:
+            raise ValueError(
+                "trainer_callback: with fp16, the Trainer unscales gradients only for its own clipping: instead of "
+                "max_grad_norm=0 give a large number, such as 1e9"
+            )
         if state.global_step:
             self.methods.load_state_dict(torch.load(_file(args, state), map_location="cpu"))
         self.methods.set_length(f"{state.max_steps}ba")

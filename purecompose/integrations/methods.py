@@ -128,9 +128,11 @@ class LoopMethods:
             for name, child in changed.named_children():
                 setattr(net, name, child)
 
-    def set_length(self, duration: str | None, batches_per_epoch: int | None = None) -> None:
-        """Tell the methods how long the run is: a time such as "20ep", and the number of batches of an epoch."""
-        run = RunLength(None if duration is None else Time.of(duration), batches_per_epoch)
+    def set_length(
+        self, duration: str | None, batches_per_epoch: int | None = None, batches_per_update: int = 1
+    ) -> None:
+        """Tell the methods how long the run is, such as "20ep", and the batches of an epoch and of an update."""
+        run = RunLength(None if duration is None else Time.of(duration), batches_per_epoch, batches_per_update)
         self.state = self.state.replace(timestamp=dataclasses.replace(self.state.timestamp, run=run))
 
     def on_batch(self, batch: Any) -> Any:
@@ -146,11 +148,19 @@ class LoopMethods:
         self.state = self._on_batch.finish(self._on_batch.fold(now, batch)).replace(key=key)
         return self._batch
 
-    def on_gradients(self) -> None:
-        """Let the methods change the gradients of the network, before its optimizer reads them."""
+    def on_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Let the methods change the gradients of the network, before its optimizer reads them.
+
+        Gradients are those of the loss: a `GradScaler` unscales them before.
+
+        Args:
+            optimizer: One of several optimizers, to pass the gradients of its parameters only.
+        """
         assert self.net is not None
         params = dict(self.net.named_parameters())
-        self._grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+        groups = [] if optimizer is None else optimizer.param_groups
+        own = {param for group in groups for param in group["params"]} or {*params.values()}
+        self._grads = {name: param.grad for name, param in params.items() if param.grad is not None and param in own}
         end = self._on_grads.fold(self._seen(), self._any_batch())
         for name, grad in (end.grads or {}).items():
             if grad is not self._grads[name]:
@@ -233,11 +243,11 @@ class LoopMethods:
         )
 
     def _write(self, before: State, after: State | None = None) -> None:
-        after = after or self.state
+        after, tensors = after or self.state, self._tensors()
         for old, new in ((before.params, after.params), (before.buffers, after.buffers)):
             for name, value in new.items():
                 if value is not old[name]:
-                    self._tensors()[name].copy_(value)
+                    tensors[name].copy_(value)
 
     def _any_batch(self) -> Any:
         return self._batch if self._batch is not None else (torch.empty(1, device=self.state.device), None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from purecompose import metrics
+from purecompose import metrics, optim, schedule
 from purecompose._support import specs
 from purecompose.records.layout import CONFIG, FINISHED, HISTORY, RUNNING, RunRecords, flat, read_run
 from purecompose.records.series import evaluation_columns, places
@@ -29,8 +29,9 @@ def list_runs(
 ) -> list[dict[str, Any]]:
     """Return the runs in a folder and its subfolders, the newest first, as rows of a table.
 
-    Conditions and `sort` know a row's entries, settings, metrics by their names, `best.NAME`, and the arguments of
-    calls as in `--set`: `optimizer.lr` of "adam(lr=0.01)", and `mixup.alpha` of an algorithm.
+    Conditions and `sort` know a row's entries, metrics by their names, `best.NAME`, settings, and the arguments of
+    calls as in `--set`: `optimizer.lr` of "adam(lr=0.01)", and `mixup.alpha` of an algorithm. The name `loss` is that
+    of the metric if a run has it.
 
     Args:
         folder: The folder.
@@ -126,6 +127,8 @@ def _is_higher_better(name: str) -> bool:
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """Return the value that each row has by a name; an error if none has it."""
     known = [dict(_entries(row)) for row in rows]
+    if any(name in row["metrics"] for row in rows):
+        return [row["metrics"].get(name) for row in rows]
     specs.check_name(name, dict.fromkeys(key for one in known for key in one), "setting or metric")
     return [one.get(name) for one in known]
 
@@ -145,8 +148,9 @@ def _entries(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _arguments(text: str, prefix: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the arguments of a call under the name of its setting, or without one under its own."""
-    with contextlib.suppress(specs.SpecError):  # a text with parentheses
-        for call in specs.parse(text):
+    factories = {name: getattr(owner, name) for owner in (optim, schedule) for name in dir(owner)}
+    with contextlib.suppress(specs.SpecError, TypeError, ValueError):  # a text with parentheses
+        for call in (specs.by_name(call, factories) for call in specs.parse(text)):
             yield from ((f"{prefix or f'{call.name}.'}{name}", value) for name, value in call.kwargs.items())
 
 

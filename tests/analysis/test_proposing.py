@@ -33,6 +33,12 @@ def test_random_settings_are_keyed_and_uniform() -> None:
         assert abs(sum(one["rho"] == value for one in found) - 400 / 3) < 4 * math.sqrt(400 * 2 / 9)
 
 
+def test_few_trials_need_no_smaller_number_of_rounds() -> None:
+    assert len(next(proposed(SPACE, None, 2, 4, random.key(0), True))) == 2
+    proposals = proposed({"x": Range(0.0, 1.0)}, "optuna", 2, 4, random.key(0), True)
+    assert [len(next(proposals)), len(proposals.send([0.5]))] == [1, 1]
+
+
 def test_optuna_learns_from_the_rounds_before() -> None:
     pytest.importorskip("optuna")
 

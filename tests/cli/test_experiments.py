@@ -56,6 +56,7 @@ def test_lr_range_suggests_a_rate(run: Run) -> None:
             "learning_rate=1,2",
             "--values: learning_rate: expected lr, optimizer.ARGUMENT or METHOD.ARGUMENT; did you mean 'lr'?",
         ),
+        ("lr=1 --values lr=2", "--values: expected each name once, got lr, lr"),
         ("lr=log(1e-4,1e-1)", "values of 'lr' are a range: a grid has all combinations"),
         ("lr=log(0,1)", "--values: log: Range: low: expected a finite number > 0"),
         ("lr=normal(0,1)", "--values: no range is called 'normal'; did you mean 'uniform'?"),
@@ -63,5 +64,5 @@ def test_lr_range_suggests_a_rate(run: Run) -> None:
 )
 def test_wrong_values_are_usage_errors(run: Run, values: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("purecompose.cli.setup.load_data", None)
-    status, _, err = run("sweep", *SMALL, "--values", values)
+    status, _, err = run("sweep", *SMALL, "--values", *values.split())
     assert status == 2 and message in err and err.count("\n") == 1

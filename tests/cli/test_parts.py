@@ -66,6 +66,7 @@ def test_a_wrong_setting_is_reported_before_the_data_are_loaded(name: str, run: 
         (["train", "--optimzer", "sgd"], "there is no option --optimzer; did you mean '--optimizer'"),
         (["train", "--lr=0.1"], "there is no option --lr; did you mean '--set optimizer.lr=...'?"),
         (["train", "--epochs", "3"], "there is no option --epochs; did you mean '--duration'?"),
+        (["train", "--num-train-epochs=3"], "there is no option --num-train-epochs; did you mean '--duration'?"),
         (["evaluate", "run", "--chekpoint", "best"], "there is no option --chekpoint; did you mean '--checkpoint'?"),
         (["evaluate", "run", "--lr", "1"], "there is no option --lr; --help shows the options"),
         (["sweep", "--search", "grids"], "--search: got 'grids'; did you mean 'grid'? there are grid, random, optuna"),

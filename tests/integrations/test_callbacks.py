@@ -2,6 +2,7 @@
 
 import pathlib
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -101,6 +102,35 @@ def test_lightning_refuses_methods_and_batches_that_it_cannot_change(tmp_path: p
         callback.on_train_batch_start(None, module, tuple(make_batches(1)[0]), 0)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_counts_updates_and_clips_the_gradients_of_each_optimizer(tmp_path: pathlib.Path) -> None:
+    kind: Any = type(lightning_module())
+
+    class Two(kind):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            F.cross_entropy(self.net(batch[0]), batch[1]).backward()
+            for optimizer in self.optimizers():
+                optimizer.step()
+                own = optimizer.optimizer.param_groups[0]["params"]
+                self.seen.append(torch.cat([param.grad.flatten() for param in own]).norm().item())
+            self.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[:3], self.net[3:])]
+
+    module = Two()
+    trainer_of(tmp_path, lightning_callback([alg.gradient_clipping("norm", 1e-3)])).fit(module, loader())
+    assert module.seen == pytest.approx([1e-3] * 10, rel=1e-3)
+    callback = lightning_callback([alg.ema("2up")])
+    trainer = trainer_of(tmp_path, callback, 2)
+    trainer.accumulate_grad_batches = 5
+    trainer.fit(lightning_module(), loader())
+    time = callback.methods.state.timestamp
+    assert (time.batch, time.update) == (10, 2)
+
+
 class Small(nn.Module):
     """A network as those of transformers are called: with labels, it returns a loss."""
 
@@ -180,6 +210,14 @@ def test_huggingface_refuses_methods_on_batches() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     with pytest.raises(UnsupportedError, match="^mixup: not in another loop, because it acts at .*AFTER_DATALOADER"):
         trainer_callback([alg.mixup()])
+
+
+def test_huggingface_refuses_scaled_gradients() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    args = types.SimpleNamespace(fp16=True, max_grad_norm=0.0)
+    clipping = trainer_callback([alg.gradient_clipping("norm", 1.0)])
+    with pytest.raises(ValueError, match="unscales gradients only for its own clipping: instead of max_grad_norm=0"):
+        clipping.on_train_begin(args, types.SimpleNamespace(global_step=0), None)
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,13 @@ def test_runs_are_filtered(folder: Path, where: str | list[str], expected: list[
     assert names(folder, where=where) == expected
 
 
+def test_loss_is_the_metric_and_positional_arguments_have_names(tmp_path: Path) -> None:
+    for name, accuracies, rate in (("a", [0.5], 0.1), ("b", [0.5, 0.5], 0.001)):
+        write_run(tmp_path / name, {"loss": "cross_entropy", "optimizer": f"sgd({rate})"}, accuracies)
+    assert names(tmp_path, sort="loss") == ["b", "a"] == names(tmp_path, sort="optimizer.lr")
+    assert names(tmp_path, where="loss<0.75") == ["b"] == names(tmp_path, where="optimizer.lr<0.01")
+
+
 def test_wrong_conditions_are_refused(folder: Path) -> None:
     for options, words in (
         ({"where": "seed"}, "expected a condition such as"),
