@@ -28,6 +28,8 @@ from purecompose.time.predicates import NEVER
 def with_usual_loop(given: Any, algorithms: Any) -> tuple[Any, Any]:
     """Return the program and the algorithms that `compose` was given: a list of algorithms is run by the usual loop.
 
+    So is an empty list, as in a comparison with no method at all.
+
     Raises:
         TypeError: A list has both algorithms and nodes of a program, or there are two lists of algorithms; or something
             in the program is a factory that has not been called.
@@ -41,6 +43,8 @@ def with_usual_loop(given: Any, algorithms: Any) -> tuple[Any, Any]:
         if callable(one) and getattr(made, "__name__", made) == "Algorithm":
             raise TypeError(f"compose: {one.__name__} is a factory: call it, as in compose([{one.__name__}()])")
     methods = [one for one in given if isinstance(one, Algorithm)]
+    if not given and not algorithms:
+        return loop_events, ()
     if not methods:
         return given, algorithms
     if len(methods) < len(given):

@@ -415,8 +415,8 @@ def compose(
 
     Args:
         program: The loop, such as `loop_events`, or a plain list of events. A list of algorithms stands for
-            `loop_events` and these algorithms: `compose([mixup()])` is `compose(loop_events, [mixup()])`. An empty list
-            is an empty program, whose step returns the state that it is given.
+            `loop_events` and these algorithms: `compose([mixup()])` is `compose(loop_events, [mixup()])`, and
+            `compose([])` is `compose(loop_events)`.
         algorithms: The methods, in their order of application unless the passes change it.
         passes: Functions that order the algorithms at each event, applied from left to right.
         microbatches: Number of slices into which `Microbatches` cuts a batch; by default 1.

@@ -143,7 +143,13 @@ class Update:
         del grads
         try:
             more = _evaluation(state, given[0], purpose)
-            update = lambda: state.optimizer.update(given.pop(), state.opt_state, state.params, state.scalar, **more)  # noqa: E731
+
+            def update() -> Any:
+                if more:
+                    return state.optimizer.update(given.pop(), state.opt_state, state.params, state.scalar, **more)
+                # Without `**`, for which Python would hold the arguments during the call.
+                return state.optimizer.update(given.pop(), state.opt_state, state.params, state.scalar)
+
             params, opt_state = update() if purpose.watch is None else purpose.watch.run_update(state, update)
         except Exception as error:
             error.add_note(f"in the update of the optimizer {state.optimizer!r}")

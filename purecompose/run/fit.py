@@ -320,13 +320,29 @@ def _with_epoch_length(state: State, data: Any) -> State:
                 f"the run is counted in epochs ({run}), and data.stream has none: give State.create(batches_per_epoch="
                 '...), or a duration in batches, such as "1000ba"'
             )
-        return _with_run(state, replace(run, batches_per_epoch=length))
+        return _with_run(_with_ended_epochs(state, length), replace(run, batches_per_epoch=length))
     if length is not None and length < run.batches_per_epoch:
         raise ValueError(
             f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "
             "leave batches_per_epoch out, or make it at most the data's length"
         )
     return state
+
+
+def _with_ended_epochs(state: State, length: int | None) -> State:
+    """Return a state of a loop of your own, which knew no epochs, at the end of those that it has trained."""
+    now = state.timestamp
+    if length is None or now.batch_in_epoch < length:
+        return state
+    epochs, rest = divmod(now.batch_in_epoch, length)
+    if rest:
+        raise ValueError(
+            f"the state is at batch {now.batch_in_epoch} of epoch {now.epoch}, but the data have {length} batches: in "
+            f"a loop of your own, give State.create(batches_per_epoch={length}), or end each epoch by "
+            "state.replace(timestamp=state.timestamp.advance_epoch())"
+        )
+    ended = {"batch_in_epoch": 0, "sample_in_epoch": 0, "token_in_epoch": 0}
+    return state.replace(timestamp=now.replace(epoch=now.epoch + epochs, **ended))
 
 
 def _with_run(state: State, run: RunLength) -> State:

@@ -57,14 +57,14 @@ def test_the_pages_loop_has_a_key_for_every_batch_and_method(monkeypatch: pytest
 
 
 def test_the_pages_narrower_match_acts_in_every_second_batch_of_the_first_half() -> None:
-    early, acted, number = run_page()["early"], [], 0
+    cutout, acted, number = run_page()["cutout"], [], 0
 
     def noting(event: pc.Event, state: pc.State) -> Any:
         if event is not pc.Event.INIT:
             acted.append(number)
-        return early.apply(event, state)
+        return cutout.apply(event, state)
 
-    step = pc.compose(pc.loop_events, [dataclasses.replace(early, apply=noting)])
+    step = pc.compose(pc.loop_events, [dataclasses.replace(cutout, apply=noting)])
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
     state = pc.State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), duration="8ba")
     state, batch = step.init(state), (torch.rand(4, 1, 4, 4), torch.arange(4) % 2)

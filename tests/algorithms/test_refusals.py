@@ -144,7 +144,7 @@ def select(loss: Any, **settings: Any) -> Any:
         (lambda: alg.blurpool(False, False), ValueError, "expected replace_convs or replace_maxpools, got neither"),
         (lambda: ANY.ema("1ba", smoothing=0.9), ValueError, "a half_life or a smoothing, got half_life='1ba' and"),
         (lambda: ANY.ema("0ba"), ValueError, "half_life=.*: expected a positive time"),
-        (lambda: ANY.ema("10tok"), ValueError, "half_life='10tok': expected batches .ba., epochs"),
+        (lambda: ANY.ema("10tok"), ValueError, "half_life='10tok': expected batches .ba., updates .up., epochs"),
         (lambda: ANY.ema(0.99), TypeError, r"^ema: half_life=0.99: .* each update keeps is smoothing=0.99$"),
         (lambda: ANY.ema(every=0.5), TypeError, "^ema: every=0.5: .*a share of the run is '0.5dur'"),
         (lambda: ANY.gated_linear_units("swish"), ValueError, "act_fn: expected one of 'gelu', .* got 'swish'"),

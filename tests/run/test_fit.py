@@ -59,6 +59,17 @@ def test_fit_equals_a_manual_loop(k):
     assert found.timestamp == expected.timestamp
 
 
+def test_fit_continues_a_loop_of_your_own_that_knew_no_epochs():
+    step, batches = rich_step(), make_batches(4)
+    state = run_steps(step, step.init(make_state(duration="20ba")), batches * 2)
+    assert (state.timestamp.epoch, state.timestamp.batch_in_epoch) == (0, 8)
+    found = fit(step, state, batches)
+    assert (found.timestamp.epoch, found.timestamp.batch) == (5, 20)
+    further = step(state, batches[0])
+    with pytest.raises(ValueError, match="at batch 9 of epoch 0, but the data have 4 batches: .*batches_per_epoch=4"):
+        fit(step, further, batches)
+
+
 def test_fit_does_not_change_its_arguments():
     step = rich_step()
     state, batches = step.init(rich_state()), make_batches(3)
