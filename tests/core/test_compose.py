@@ -103,11 +103,6 @@ def test_a_plain_list_of_events_is_a_program():
     assert end.timestamp == state.timestamp
 
 
-def test_the_empty_program_is_the_identity():
-    state = make_state()
-    assert_same(compose(loop_events).replace(program=())(state, make_batch()), state)
-
-
 # Staged matching
 
 

@@ -60,7 +60,7 @@ def test_fit_equals_a_manual_loop(k):
 
 
 def test_fit_continues_a_loop_of_your_own_that_knew_no_epochs():
-    step, batches = rich_step(), make_batches(4)
+    step, batches = compose(loop_events, [noise()]), make_batches(4)
     state = run_steps(step, step.init(make_state(duration="20ba")), batches * 2)
     assert (state.timestamp.epoch, state.timestamp.batch_in_epoch) == (0, 8)
     found = fit(step, state, batches)
