@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import torch
@@ -158,8 +158,6 @@ def gradient_accumulation(
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
             trained = {key: state.params[key] for key in state.context.trainable}
-            run = replace(state.timestamp.run, batches_per_update=num_steps)
-            state = state.replace(timestamp=state.timestamp.replace(run=run))
             return with_slot(state, AccumulatedGradients.empty(trained))
         if event is Event.FIT_END:
             warn(
@@ -197,6 +195,7 @@ def gradient_accumulation(
         traits=frozenset({Trait.COLLECTS_GRADIENTS}),
         runs_before=(Trait.CLIPS_GRADIENTS,),
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.REQUIRED_ON_LOAD),
+        batches_per_update=num_steps,
     )
 
 

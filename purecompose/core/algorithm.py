@@ -94,6 +94,7 @@ class Algorithm:
         config: The settings, for printing and for comparing with a checkpoint.
         reported: The metrics that it measures over batches, by their names in `state.metrics`, for rules that decide.
         parts: The methods of which it is made, as by `algorithms.one_of`; their slots and draws keep their names.
+        batches_per_update: The number of batches for which it lets the optimizer update once: the unit "up" of times.
 
     Raises:
         TypeError, ValueError: `name` is not a non-empty string, `match` or `apply` cannot be called, or a
@@ -116,6 +117,7 @@ class Algorithm:
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     reported: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     parts: tuple["Algorithm", ...] = ()
+    batches_per_update: int = 1
     _made_by: _Call | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

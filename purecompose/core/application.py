@@ -1,7 +1,7 @@
 """Algorithms that act: one at one event of a step, and all at events outside of a program, such as INIT."""
 
+import dataclasses
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 from purecompose._support.internals import is_fake
@@ -79,7 +79,7 @@ def _hints(error: Exception, algorithm: Algorithm, state: State) -> Iterator[str
         )
     if isinstance(error, KeyError) and error.args == (algorithm.name,) and algorithm.name not in state.slots:
         yield "it has no slot: match Event.INIT too, on(Event.INIT, ...), and make the slot there"
-    if isinstance(error, FrozenInstanceError):
+    if isinstance(error, dataclasses.FrozenInstanceError):
         yield "a state is immutable: return state.replace(...) with the new value"
 
 
@@ -120,6 +120,7 @@ class Outside:
 
     def initialised(self, state: State) -> State:
         """Return the state after INIT at the algorithms that are not initialised yet; see `Step.init`."""
+        state = with_updates(state, self._algorithms)  # first, since methods may read the run's length
         settings = (state.optimizer, *(dict(algorithm.config) for algorithm in self._algorithms))
         state = state.with_hparams(collect(settings, Hparam))
         fresh = [a for a in self._algorithms if a.name not in state.context.initialised]
@@ -166,6 +167,14 @@ class Outside:
         end = acting(Carry(start), Purpose(watch=contract)).state
         contract.check(end)
         return end.replace(static=Static(end.context.rested(), now), clock=None)
+
+
+def with_updates(state: State, algorithms: Iterable[Algorithm]) -> State:
+    """Return the state with the number of batches per update that a step has with these algorithms."""
+    run, num = state.timestamp.run, max((algorithm.batches_per_update for algorithm in algorithms), default=1)
+    if run.batches_per_update == num:
+        return state
+    return state.replace(timestamp=state.timestamp.replace(run=dataclasses.replace(run, batches_per_update=num)))
 
 
 def _wants_init(algorithm: Algorithm) -> bool:

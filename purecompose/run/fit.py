@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from purecompose._support.checks import check_keywords
 from purecompose._support.messages import naming_urls, warn
+from purecompose.core.application import with_updates
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.loaders import StateStream, describe_data, differences, length_of, own_order
@@ -286,7 +287,7 @@ def start_of_run(
     Args: see `fit`.
     """
     state, budget = _with_duration(state, duration)
-    state = _with_epoch_length(state, data)
+    state = with_updates(_with_epoch_length(state, data), step.algorithms)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
         state = step.init(state)
     if state.timestamp.batch == 0:  # later, a schedule may have ended with the time in which its method acts

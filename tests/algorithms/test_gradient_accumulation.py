@@ -436,3 +436,25 @@ def test_without_accumulation_an_update_is_a_batch(tmp_path):
     pc.save(state, tmp_path / "state")
     loaded = pc.load(tmp_path / "state", state.replace(timestamp=pc.time.Timestamp()))
     assert loaded.timestamp == state.timestamp and loaded.timestamp.run.batches_per_update == 3
+
+
+def test_methods_read_the_length_of_a_run_in_updates_before_accumulation_is_initialised():
+    """Gyro dropout, which replaces layers and therefore comes first at INIT, keeps masks for a share of the run."""
+    periods = []
+    for duration in ("8up", "32ba"):
+        step = compose(loop_events, [alg.gyro_dropout(0.5, 4, 2), gradient_accumulation(4)])
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+        state = pc.State.create(net, loss=pc.losses.cross_entropy, optimizer=optim.sgd(0.1), duration=duration)
+        periods.append(step.init(state).slots["gyro_dropout"].period_length.item())
+    assert periods == [16, 16]
+
+
+def test_the_unit_of_updates_is_that_of_the_step_that_trains():
+    """A run that continues without accumulation, or over fewer batches, counts in its own updates from there on."""
+    state, batches = helpers.make_state(duration="2up"), [helpers.make_batch()] * 10
+    state = pc.fit(compose(loop_events, [gradient_accumulation(4)]), state, batches)
+    assert state.timestamp.batch == 8 and state.timestamp.update == 2
+    other = pc.fit(compose(loop_events, [gradient_accumulation(2)]), state, batches, duration="6up")
+    assert other.timestamp.batch == 12 and other.timestamp.update == 6
+    without = pc.fit(compose(loop_events), state, batches, duration="10up")
+    assert without.timestamp.batch == 10 == without.timestamp.update
