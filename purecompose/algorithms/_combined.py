@@ -11,6 +11,7 @@ from torch import Tensor
 from purecompose import random, tree
 from purecompose._support.checks import shown
 from purecompose.algorithms._parts.checks import Point, checked_period
+from purecompose.batch.fields import with_members
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.application import applied
 from purecompose.core.loop import loop_events
@@ -22,9 +23,9 @@ from purecompose.losses.targets import Mixture, per_row
 from purecompose.losses.weights import with_weights
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
-from purecompose.time import Time, predicates
+from purecompose.time import Time, TimeUnit, predicates
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, Moment, Predicate, on
+from purecompose.time.predicates import ALWAYS, NEVER, Moment, Predicate, on
 
 
 STEP_EVENTS: tuple[Event, ...] = tuple(node for node in walk(loop_events) if isinstance(node, Event))
@@ -52,13 +53,14 @@ def sometimes(
 ) -> Algorithm:
     """Let a method act with a probability, decided by batch or by example.
 
-    The decision is drawn from the state's key, once for all events of a step. At other events, such as INIT and
-    EVAL_START, the method acts as it does alone.
+    The decision is drawn from the state's key, once for all events of a step, or for each turn of an event that a
+    program has several times. At other events, such as INIT and EVAL_START, the method acts as it does alone.
 
     The method is computed in every batch, and its result is chosen or not, element by element: a compiled step has a
     single variant, members of a population decide for themselves, and gradients flow to the method's settings. Targets
-    that are not mixed become a `Mixture` in which the partners have weight 0. With `host`, the method runs in the
-    batches that are chosen only, and may change shapes; a compiled step then runs it between two compiled parts.
+    that are not mixed become a `Mixture` in which the partners have weight 0; so a loss of yours must give the same for
+    class indices and for the dense targets that they stand for. With `host`, the method runs in the batches that are
+    chosen only, and may change shapes; a compiled step then runs it between two compiled parts.
 
     Events: those of the method. Its name, slots and draws are those of the method, so that constraints on its order
     hold. Reports `name/chosen`: 1 or 0, or the share of the examples.
@@ -178,7 +180,7 @@ def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
 
 
 @factory
-def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
+def during(method: Method, start: Point = 0.0, end: Point | None = None) -> Algorithm:
     """Let a method act in a part of the run, from `start` up to `end`.
 
     At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
@@ -186,7 +188,7 @@ def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
     Args:
         method: The method, whose events in a step are all before the time advances, or all after it.
         start, end: Points of the run, of which the first is included and the last is not: fractions in [0, 1], or times
-            such as "10ep".
+            such as "10ep". By default there is no end.
 
     Raises:
         TypeError, ValueError: A point is not one, `end` is before `start`, or the method acts both before and after the
@@ -204,9 +206,13 @@ def during(method: Method, start: Point = 0.0, end: Point = 1.0) -> Algorithm:
             f"during: {method.name} acts before and after the time advances, and the two halves belong together: "
             "expected a method with events on one side; use its own settings"
         )
-    within = predicates.between(start, end)
-    if sides == {True}:  # of the same batches, at whose end the time is one batch later
-        within = ~predicates.through(start) & predicates.through(end)
+    predicates.between(start, start if end is None else end)  # raises for points in the wrong order
+    is_later = sides == {True}  # at the end of a batch, the time is one batch later
+    within = ALWAYS
+    if Time.of(start, TimeUnit.DURATION):  # a share of 0 would require the run's length
+        within &= ~predicates.through(start) if is_later else predicates.after(start)
+    if end is not None:
+        within &= predicates.through(end) if is_later else predicates.before(end)
     return _narrowed(method, within)
 
 
@@ -385,6 +391,7 @@ def _joined(
         host=is_host,
         reported={key: value for part in parts for key, value in part.reported.items()},
         parts=parts,
+        batches_per_update=max((part.batches_per_update for part in parts), default=1),
     )
 
 
@@ -405,7 +412,6 @@ def _choice(
         labels: The name of each part's metric.
         is_host: True if the choice is made on the host.
     """
-    first = next((event for event in STEP_EVENTS if any(_acts_at(part, event) for part in parts)), None)
 
     def apply(event: Event, state: State) -> State:
         acting = [part for part in parts if _acts_at(part, event)]
@@ -420,8 +426,6 @@ def _choice(
         else:
             results, state = _results(acting, event, state)
             end = _chosen(name, masks, [results.get(part.name, state) for part in parts], state)
-        if event is not first:
-            return end
         shares = {f"{name}/{label}": mask.float().mean() for label, mask in zip(labels, masks, strict=True)}
         return end.replace(metrics={**end.metrics, **shares})
 
@@ -483,6 +487,10 @@ def _chooser(name: str, where: str, masks: list[Tensor]) -> Callable[[list[Any]]
                 return _either(mixtures, masks)
             num, by_loss = max(len(one.weights) for one in mixtures), any(one.interpolate_loss for one in mixtures)
             return tree.map(leaf, *[mixture.extended(num, by_loss) for mixture in mixtures])
+        if len({type(value) for value in values}) == 1 and not isinstance(values[0], Tensor):
+            members = [tree.members(value) for value in values]  # of dataclasses and objects
+            if all(members):
+                return with_members(values[0], choose(members))
         if not all(isinstance(value, Tensor) and value.shape == values[0].shape for value in values):
             shapes = " or ".join(dict.fromkeys(_words(value) for value in values))
             raise FormError(

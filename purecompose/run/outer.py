@@ -409,8 +409,9 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
 
 def _period_of(step: Step, metric: str) -> Time:
     """Return the period over which a step measures a metric: by default an epoch."""
-    period = Time(1, TimeUnit.EPOCH)
-    for algorithm in step.algorithms:
+    period, algorithms = Time(1, TimeUnit.EPOCH), [*step.algorithms]
+    for algorithm in algorithms:
+        algorithms += algorithm.parts
         if metric in algorithm.reported:
             period = Time.of(algorithm.config.get("reset") or period)
     return period

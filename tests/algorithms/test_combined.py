@@ -1,7 +1,9 @@
 """Methods made of methods: what they choose, how often, and what stays as it is for the parts alone."""
 
+import dataclasses
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ def batch(seed=0):
     return inputs, torch.randint(CLASSES, (NUM,), generator=generator)
 
 
-def begin(*methods, key=0, duration="400ba", **options):
+def begin(*methods, key=0, duration: Any = "400ba", **options: Any):
     step = pc.compose(pc.loop_events, methods)
     state = pc.State.create(
         net(), loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), key=key, duration=duration, **options
@@ -280,3 +282,59 @@ def test_examples_along_another_dimension_are_not_chosen():
     step, state = begin(alg.sometimes(double, per_example=True), batch_dim=1)
     with pytest.raises(ValueError, match="examples lie along the first dimension"):
         step(state, (torch.zeros(4, NUM), batch()[1]))
+
+
+@pytest.mark.parametrize(
+    "method", [alg.mixup(0.4), alg.cutmix(1.0), alg.label_smoothing(0.1)], ids=lambda one: one.name
+)
+def test_weights_of_examples_stay_with_what_is_chosen(method):
+    fields: Any = {"input_field": "x", "target_field": "y", "weight_field": "w"}
+    (step, state), (always, _), (never, _) = (
+        begin(*methods, **fields) for methods in ([alg.sometimes(method, 0.5)], [method], [])
+    )
+    chosen = set()
+    for number in range(6):
+        weighted = dict(zip("xyw", (*batch(number), torch.arange(NUM)), strict=True))
+        start, state = state, step(state, weighted)
+        chosen.add(is_chosen := bool(state.metrics[f"{method.name}/chosen"]))
+        other = (always if is_chosen else never)(start, weighted)
+        torch.testing.assert_close(state.loss, other.loss)
+        torch.testing.assert_close(state.params, other.params, rtol=1e-5, atol=1e-6)
+    assert chosen == {False, True}
+
+
+@dataclasses.dataclass
+class Images:
+    x: torch.Tensor
+    y: Any
+    source: str = "made up"
+
+
+def test_batches_may_be_dataclasses():
+    method = alg.sometimes(alg.one_of(alg.mixup(0.4), alg.cutmix(1.0)), 0.5)
+    (step, state), (other, _) = begin(method, input_field="x", target_field="y"), begin(method)
+    for number in range(4):
+        start, state = state, step(state, Images(*batch(number)))
+        assert_same(state.params, other(start.replace(input_field=0, target_field=1), batch(number)).params)
+
+
+def test_a_part_of_a_run_without_a_length_may_have_one_end():
+    for event in ("after_dataloader", "batch_end"):
+        for points, expected in (({"start": "2ba"}, [0, 0, 1, 2]), ({"end": "2ba"}, [1, 2, 2, 2])):
+            step, state = begin(alg.during(marker("mark", event=pc.Event(event)), **points), duration=None)
+            counts = [int((state := step(state, batch())).slots["mark"]) for _ in range(4)]
+            assert counts == expected
+
+
+def test_the_decision_is_reported_where_a_method_acts_at_other_events_later():
+    """SWA acts at AFTER_TRAIN_BATCH only after its end, and at BATCH_END before."""
+    step, state = begin(alg.sometimes(alg.swa("0ba", "2ba", "1ba"), 0.5), duration="6ba")
+    found, state = metrics_of(step, state, 2)
+    assert all(one.keys() == {"swa/chosen"} for one in found)
+    assert state.slots["swa"].averages.num == sum(one["swa/chosen"] for one in found)
+
+
+def test_rules_know_the_period_of_a_metric_that_a_part_measures():
+    step, state = begin(alg.every(alg.training_metrics(reset="2ba"), 1), duration="8ba")
+    end = pc.fit(step, state, [batch(number) for number in range(8)], stop=pc.Threshold("train/accuracy", 0.0))
+    assert end.timestamp.batch == 2
