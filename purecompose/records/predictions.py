@@ -42,8 +42,9 @@ class Predictions(NamedTuple):
         Raises:
             ValueError: The shapes do not fit, or a target is not one of the C classes.
         """
-        count = _checked(self).outputs.shape[1]
-        pairs = self.targets * count + self.outputs.argmax(1)
+        outputs, targets = _checked(self)
+        count = outputs.shape[1]
+        pairs = targets * count + outputs.argmax(1)
         return torch.bincount(pairs.cpu(), minlength=count * count).reshape(count, count)
 
     def worst(self, count: int = 24) -> "list[Mistake]":
@@ -55,10 +56,12 @@ class Predictions(NamedTuple):
         Raises:
             ValueError: The shapes do not fit, or a target is not one of the C classes.
         """
-        shares = _checked(self).outputs.detach().float().softmax(1)
-        targets, classes = self.targets, shares.argmax(1)
-        of_target = shares.gather(1, targets[:, None])[:, 0]
-        order = of_target.where(classes != targets, 2.0).argsort(stable=True)[: int((classes != targets).sum())]
+        outputs, targets = _checked(self)
+        shares = outputs.detach().float().softmax(1)
+        classes = shares.argmax(1)
+        (wrong,) = (classes != targets).nonzero(as_tuple=True)
+        of_target = shares[wrong, targets[wrong]].nan_to_num(0.0)
+        order = wrong[of_target.argsort(stable=True)]
         return [
             Mistake(i, self.name(int(targets[i])), self.name(int(classes[i])), float(shares[i].max()), self._picture(i))
             for i in order[:count].tolist()
@@ -99,7 +102,8 @@ class Mistake(NamedTuple):
     """The example as a data URL, if it is an image."""
 
 
-def _checked(given: Any) -> Predictions:
+def _checked(given: Any) -> tuple[Tensor, Tensor]:
+    """Return outputs and targets, int64; narrower integers would overflow."""
     outputs, targets = given.outputs, given.targets
     if outputs.ndim != 2 or targets.shape != outputs.shape[:1] or targets.is_floating_point():
         raise ValueError(
@@ -108,4 +112,4 @@ def _checked(given: Any) -> Predictions:
         )
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[1]:
         raise ValueError(f"Predictions: expected targets from 0 to {outputs.shape[1] - 1}, got {int(targets.max())}")
-    return given
+    return outputs, targets.long()

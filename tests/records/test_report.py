@@ -148,6 +148,14 @@ def test_mistakes_are_shown(tmp_path: Path) -> None:
             Predictions(outputs, classes).confusion()
 
 
+def test_targets_may_be_narrow_integers_and_outputs_nan() -> None:
+    outputs, targets = torch.eye(20), torch.arange(20)
+    assert Predictions(outputs, targets.to(torch.uint8)).confusion().equal(torch.eye(20, dtype=torch.int64))
+    outputs[3:5] = math.nan  # as if class 0 were predicted
+    outputs[0] = math.nan
+    assert [one.number for one in Predictions(outputs, targets.to(torch.uint8)).worst()] == [3, 4]
+
+
 def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path) -> None:
     page = parsed_file(write_report(made_up(count=0), tmp_path / "report.html"))
     for words in ("Not started.", "There are no records yet.", "None were given.", "It was not written down."):
