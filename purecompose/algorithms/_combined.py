@@ -176,7 +176,9 @@ def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
         return state
 
     name = "_then_".join(part.name for part in parts) if name is None else name
-    return _joined(name, parts, _Together(tuple(part.predicate for part in parts)), apply, is_host=_is_host(parts))
+    return _joined(
+        name, parts, _Together(tuple(part.predicate for part in parts)), apply, is_host=any(part.host for part in parts)
+    )
 
 
 @factory
@@ -313,10 +315,6 @@ def _check_acts(method: Algorithm, where: str) -> None:
     if not _acts(method) and method.predicate != NEVER:
         events = ", ".join(event.name for event in method.events)
         raise ValueError(f"{where}: expected a method that acts in training steps, got {method!r}, for {events}")
-
-
-def _is_host(parts: Sequence[Algorithm]) -> bool:
-    return any(part.host for part in parts)
 
 
 def _several(methods: Sequence[Algorithm], where: str) -> tuple[Algorithm, ...]:
