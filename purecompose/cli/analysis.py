@@ -230,7 +230,7 @@ def sweep(
     rounds: Number = 4,
     metric: str | None = None,
 ) -> None:
-    """Train populations with different settings, all combinations or those of a search, and rank them.
+    """Train populations with different settings, all combinations or those of a search, and print them by rank.
 
     Args:
         given: The settings of the run. --seeds is the number of seeds of each setting, --seed that of a search.
@@ -286,13 +286,17 @@ _RANGES = {"log": partial(analysis.Range, log=True), "uniform": analysis.Range}
 
 
 def _values(text: str) -> tuple[str, Any]:
-    """Return the name and the numbers, or the range, in NAME=VALUES."""
+    """Return the name and the numbers, or the range, in NAME=VALUES; `optimizer.lr` is lr."""
     name, _, given = text.partition("=")
+    name = "lr" if name == "optimizer.lr" else name
     if name != "lr" and given and "." not in name:
-        hint = meant_setting(name).replace("'optimizer.lr'", "'lr'")
+        hint = meant_setting(name)
         raise ValueError(f"{name}: expected lr, optimizer.ARGUMENT or METHOD.ARGUMENT;{hint}".rstrip(";"))
     if "(" in given:
-        return name, specs.build(specs.parse_one(given), _RANGES, "range")
+        call = specs.parse_one(given)
+        if call.name in ("loguniform", "log_uniform"):
+            raise ValueError(f"no range is called {call.name!r}; did you mean 'log', as in {name}=log(1e-4,1e-1)?")
+        return name, specs.build(call, _RANGES, "range")
     try:
         return name, [float(one) for one in given.split(",")]
     except ValueError as error:

@@ -60,7 +60,9 @@ class Parser(argparse.ArgumentParser):
             option = word.partition("=")[0]
             if option.startswith("--") and option not in known and " " not in word:
                 options = {one[2:]: one for one in known if one.startswith("--")}
+                options |= {"logger": "--tracker"} if "--tracker" in known else {}
                 hint = meant(option[2:].replace("-", "_")) if "--set" in known else ""
+                hint = hint or (" the command prints its result;" if option == "--out" else "")
                 hint = hint or did_you_mean(option[2:], options, shown=options)
                 raise UsageError(f"there is no option {option};{hint} --help shows the options")
 

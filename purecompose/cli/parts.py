@@ -4,7 +4,7 @@ Loading data may take long, so that wrong settings are reported first.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -192,14 +192,17 @@ def _check_device(settings: Settings) -> None:
         device_of(settings.device)  # a GPU is tried when each process knows which one is its own
 
 
+def _check_loss(settings: Settings) -> None:
+    try:
+        specs.check_name(settings.loss, LOSSES, "loss")
+    except specs.SpecError as error:
+        raise ValueError(f"{error}; others need a program: pc.train(..., loss=...)") from error
+
+
 def _check_patience(settings: Settings) -> None:
     checked_interval(settings.patience, "patience")
     if settings.seeds > 1:
         raise ValueError("the networks of a population would stop at different times; leave out --seeds")
-
-
-def _is_known(name: str, known: Iterable[str]) -> Callable[[Settings], None]:
-    return lambda settings: specs.check_name(getattr(settings, name), dict.fromkeys(known), name)
 
 
 def _is_whole(name: str, high: float = float("inf")) -> Callable[[Settings], int]:
@@ -213,7 +216,7 @@ def _is_interval(name: str, *, seconds: bool = False) -> Callable[[Settings], Ti
 _CHECKED: Mapping[str, Callable[[Settings], Any]] = {
     "model": lambda settings: network_of(settings.model or "", is_text_file(settings.data) or None),
     "algorithms": algorithms_of,
-    "loss": _is_known("loss", LOSSES),
+    "loss": _check_loss,
     "schedule": schedule_of,
     "optimizer": optimizer_of,
     "duration": lambda settings: duration_of(settings, None if is_own(settings.data) else is_text_file(settings.data)),
@@ -222,7 +225,7 @@ _CHECKED: Mapping[str, Callable[[Settings], Any]] = {
     "microbatches": microbatches_of,
     "seeds": _is_whole("seeds"),
     "seed": lambda settings: (key(settings.seed), key(settings.seed + settings.seeds - 1)),
-    "precision": _is_known("precision", PRECISIONS),
+    "precision": lambda settings: specs.check_name(settings.precision, dict.fromkeys(PRECISIONS), "precision"),
     "device": _check_device,
     "threads": _is_whole("threads", _MOST_THREADS),
     "eval_every": _is_interval("eval_every"),

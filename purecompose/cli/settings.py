@@ -81,7 +81,7 @@ class Settings:
         model: Network, with options: cnn(width=8); also my_module:my_net(...) (default: cnn; gpt for text).
         algorithms: Names or calls, separated by commas, also my_module:my_algorithm; or none; the command algorithms
             lists the names (default: mixup,label_smoothing,selective_backprop; none for text).
-        loss: Loss for images.
+        loss: Loss for images; another one needs a program.
         optimizer: Optimizer, such as sgd(lr=0.1, momentum=0.9) (default: depends on the data).
         schedule: Factor of the learning rate, such as cosine(warmup=0.1dur) (default: depends on the data).
         duration: Length of the run: 20ep, 500ba, 10000sp, or for text 1e6tok (default: depends on the data).
@@ -177,7 +177,7 @@ class Given:
             if "algorithms" in self.values:
                 raise UsageError(
                     "--recipe: a recipe is a list of algorithms, as is --algorithms; give one of the two "
-                    "(docs/algorithms.md lists the recipes' methods)"
+                    "(the page algorithms of the documentation lists the recipes' methods)"
                 )
             found |= _recipe_settings(self.recipe)
         values, within = _set_values(self.set)

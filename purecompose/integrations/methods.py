@@ -291,5 +291,6 @@ def _check_has_place(method: Algorithm, places: Collection[Event], has_batches: 
 
 def _refusal(names: str, reason: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{names}: not in another loop, because {reason}. Train by a step, or call its core, see docs/own_loop.md"
+        f"{names}: not in another loop, because {reason}. Train by a step, or call its core: see the page own_loop of "
+        "the documentation"
     )

@@ -25,6 +25,7 @@ def test_sweep_prints_the_best_setting_first(run: Run) -> None:
     command = ("sweep", *SMALL, "--values", "lr=1e-6,0.05", "--values", "label_smoothing.smoothing=0.1,0.2")
     status, out, err = run(*command)
     assert status == 0 and out.splitlines()[2].startswith("0.05 "), err
+    assert run(*(word.replace("lr=", "optimizer.lr=") for word in command)) == (status, out, err)
 
 
 @pytest.mark.parametrize("search", [(), ("--search", "optuna", "--rounds", "2")])
@@ -54,11 +55,13 @@ def test_lr_range_suggests_a_rate(run: Run) -> None:
         ("optimizer.betas=1,2", "adam: betas: expected two numbers"),
         (
             "learning_rate=1,2",
-            "--values: learning_rate: expected lr, optimizer.ARGUMENT or METHOD.ARGUMENT; did you mean 'lr'?",
+            "--values: learning_rate: expected lr, optimizer.ARGUMENT or METHOD.ARGUMENT; did you mean 'optimizer.lr'?",
         ),
         ("lr=1 --values lr=2", "--values: expected each name once, got lr, lr"),
+        ("lr=1 --values optimizer.lr=2", "--values: expected each name once, got lr, optimizer.lr"),
         ("lr=log(1e-4,1e-1)", "values of 'lr' are a range: a grid has all combinations"),
         ("lr=log(0,1)", "--values: log: Range: low: expected a finite number > 0"),
+        ("lr=loguniform(1e-4,1e-1)", "--values: no range is called 'loguniform'; did you mean 'log'"),
         ("lr=normal(0,1)", "--values: no range is called 'normal'; did you mean 'uniform'?"),
     ],
 )

@@ -15,7 +15,7 @@ Run = Callable[..., tuple[int, str, str]]
 WRONG = {
     "model": ("cnn(widht=3)", "did you mean 'width'?"),
     "algorithms": ("mixup(alpa=1)", "mixup has no parameter 'alpa'; did you mean 'alpha'?"),
-    "loss": ("mse", "no loss is called 'mse'; known: binary_cross_entropy, cross_entropy"),
+    "loss": ("mse", "known: binary_cross_entropy, cross_entropy; others need a program: pc.train("),
     "schedule": ("cosin", "no schedule is called 'cosin'; did you mean 'cosine'"),
     "optimizer": ("sgd(lr=-1)", "sgd: lr: expected a finite number >= 0, got -1"),
     "duration": ("5tok", "5tok: expected a number of epochs, batches"),
@@ -67,6 +67,8 @@ def test_a_wrong_setting_is_reported_before_the_data_are_loaded(name: str, run: 
         (["train", "--lr=0.1"], "there is no option --lr; did you mean '--set optimizer.lr=...'?"),
         (["train", "--epochs", "3"], "there is no option --epochs; did you mean '--duration'?"),
         (["train", "--num-train-epochs=3"], "there is no option --num-train-epochs; did you mean '--duration'?"),
+        (["train", "--logger", "wandb"], "there is no option --logger; did you mean '--tracker'?"),
+        (["sweep", "--out", "a"], "there is no option --out; the command prints its result; --help shows the options"),
         (["evaluate", "run", "--chekpoint", "best"], "there is no option --chekpoint; did you mean '--checkpoint'?"),
         (["evaluate", "run", "--lr", "1"], "there is no option --lr; --help shows the options"),
         (["sweep", "--search", "grids"], "--search: got 'grids'; did you mean 'grid'? there are grid, random, optuna"),
