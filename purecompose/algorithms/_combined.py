@@ -23,9 +23,9 @@ from purecompose.losses.targets import Mixture, per_row
 from purecompose.losses.weights import with_weights
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
-from purecompose.time import Time, TimeUnit, predicates
+from purecompose.time import Time, predicates
 from purecompose.time.event import Event
-from purecompose.time.predicates import ALWAYS, NEVER, Moment, Predicate, on
+from purecompose.time.predicates import NEVER, Moment, Predicate, on
 
 
 STEP_EVENTS: tuple[Event, ...] = tuple(node for node in walk(loop_events) if isinstance(node, Event))
@@ -208,14 +208,7 @@ def during(method: Method, start: Point = 0.0, end: Point | None = None) -> Algo
             f"during: {method.name} acts before and after the time advances, and the two halves belong together: "
             "expected a method with events on one side; use its own settings"
         )
-    predicates.between(start, start if end is None else end)  # raises for points in the wrong order
-    is_later = sides == {True}  # at the end of a batch, the time is one batch later
-    within = ALWAYS
-    if Time.of(start, TimeUnit.DURATION):  # a share of 0 would require the run's length
-        within &= ~predicates.through(start) if is_later else predicates.after(start)
-    if end is not None:
-        within &= predicates.through(end) if is_later else predicates.before(end)
-    return _narrowed(method, within)
+    return _narrowed(method, predicates.during(start, end, is_batch_later=sides == {True}))
 
 
 @factory

@@ -252,10 +252,14 @@ class _On(Timed):
 
 @dataclass(frozen=True, repr=False)
 class _From(Timed):
-    """A predicate that is true from the first batch at which `time` is reached or, with `is_strict`, passed."""
+    """A predicate that is true from the first batch at which `time` is reached or, with `is_strict`, passed.
+
+    With `is_batch_later`, it is true at BATCH_END in the batches in which `time` was reached at their start.
+    """
 
     time: Time
     is_strict: bool = False
+    is_batch_later: bool = False
 
     def __call__(self, event: Event, state: Moment) -> bool:
         del event
@@ -273,9 +277,14 @@ class _From(Timed):
         turn = self.time.value if is_plain else timestamp.run.in_batches(self.time)
         if unit is not TimeUnit.BATCH or turn is None:
             return NEVER, math.inf
+        if self.is_batch_later:
+            return NEVER, math.ceil(turn) + 1
         return NEVER, math.floor(turn) + 1 if self.is_strict else math.ceil(turn)
 
     def _holds(self, timestamp: Timestamp) -> bool:
+        turn = timestamp.run.in_batches(self.time) if self.is_batch_later else None
+        if turn is not None:
+            return timestamp.batch >= turn + 1
         return timestamp.passed(self.time) if self.is_strict else timestamp.reached(self.time)
 
     def __repr__(self) -> str:
@@ -432,6 +441,22 @@ def between(start: float | Time | str, end: float | Time | str) -> Predicate:
     if first.unit is last.unit and last < first:
         raise ValueError(f"between({start!r}, {end!r}): expected the start before the end")
     return _From(first) & ~_From(last)
+
+
+def during(start: float | Time | str, end: float | Time | str | None, *, is_batch_later: bool) -> Predicate:
+    """Return a predicate that is true from a point of the run up to another, or without end.
+
+    Args:
+        start, end: Points of the run, as for `between`.
+        is_batch_later: For events at which the time is one batch later: it selects the same batches there.
+    """
+    between(start, start if end is None else end)  # raises for points in the wrong order
+    first = named_point(start, "during: start")
+    # A share of 0 would require the run's length.
+    begun = _From(first, is_batch_later, is_batch_later) if first else ALWAYS
+    if end is None:
+        return begun
+    return begun & ~_From(named_point(end, "during: end"), is_batch_later, is_batch_later)
 
 
 def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | Time | str | None = None) -> Predicate:

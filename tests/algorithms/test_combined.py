@@ -318,6 +318,19 @@ def test_batches_may_be_dataclasses():
         assert_same(state.params, other(start.replace(input_field=0, target_field=1), batch(number)).params)
 
 
+@pytest.mark.parametrize(
+    ("start", "end"), [(0.0, 0.5), (0.5, 1.0), (1 / 3, 2 / 3), (0.1, 0.1), (0.999, None), ("2ba", 0.9)]
+)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_part_of_a_run_is_the_same_batches_at_all_events(start, end, is_compiled):
+    counts = []
+    for event in ("after_dataloader", "batch_end"):
+        step, state = begin(alg.during(marker("mark", event=pc.Event(event)), start, end), duration="7ba")
+        step = pc.compile(step, backend="eager") if is_compiled else step
+        counts.append([int((state := step(state, batch())).slots["mark"]) for _ in range(8)])
+    assert counts[0] == counts[1]
+
+
 def test_a_part_of_a_run_without_a_length_may_have_one_end():
     for event in ("after_dataloader", "batch_end"):
         for points, expected in (({"start": "2ba"}, [0, 0, 1, 2]), ({"end": "2ba"}, [1, 2, 2, 2])):
