@@ -125,8 +125,9 @@ class Update:
         return [Lowered(self._run)]
 
     def _run(self, carry: Carry, purpose: Purpose) -> Carry:
-        grads = self._to_apply(carry)
+        grads, editors = self._to_apply(carry), ""
         if purpose.watch is not None:
+            editors = ", ".join(purpose.watch.unapplied)
             purpose.watch.unapplied.clear()
         if not grads:
             if purpose.watch is not None and carry.state.grads:
@@ -142,7 +143,7 @@ class Update:
         given = [grads]
         del grads
         try:
-            more = _evaluation(state, given[0], purpose)
+            more = _evaluation(state, given[0], editors, purpose)
 
             def update() -> Any:
                 if more:
@@ -184,10 +185,12 @@ class Update:
         return "update" if self.wrt is None else f"update(wrt={self.wrt!r})"
 
 
-def _evaluation(state: State, grads: dict[str, Tensor], purpose: Purpose) -> dict[str, Any]:
+def _evaluation(state: State, grads: dict[str, Tensor], editors: str, purpose: Purpose) -> dict[str, Any]:
     """Return the arguments of an optimizer that evaluates the loss; see `optim.Optimizer`."""
     if not getattr(state.optimizer, "evaluates", False):
         return {}
+    if editors:  # which may have left these gradients as they were, unlike those of later steps
+        raise unsupported("lbfgs", "methods that change gradients", editors)
     if purpose.watch is not None and not is_transforming() and not is_fake(state.key):
         found, _ = state.gradient(state.params)
         if not all(torch.allclose(grad, found[name], rtol=1e-3, equal_nan=True) for name, grad in grads.items()):
