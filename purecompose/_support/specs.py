@@ -231,5 +231,5 @@ def _literal(node: ast.expr, role: str) -> Any:
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise SpecError(
             f"{role}{ast.unparse(node)} is not a literal: expected a number, a string in quotes, a time such as 5ep, "
-            "True, False, None, or a tuple, list or dict of these"
+            "True, False, None, a tuple, list or dict of these, or a call such as mixup()"
         ) from error

@@ -251,6 +251,11 @@ def test_text_and_pickle_give_the_same_method():
 
 REFUSED = [
     (lambda: alg.sometimes("mixup"), TypeError, "expected a method"),  # pyright: ignore[reportArgumentType]
+    (
+        lambda: specs.parse_one("sometimes(mixup, 0.5)"),
+        ValueError,
+        r"mixup is not a literal: .* a call such as mixup\(\)",
+    ),
     (lambda: alg.sometimes(alg.blurpool()), ValueError, "acts in training steps"),
     (lambda: alg.sometimes(alg.mixup(), 1.5), ValueError, r"p: expected a finite number in \[0, 1\]"),
     (lambda: alg.sometimes(alg.colout(), per_example=True, host=True), ValueError, "acts on the device"),
