@@ -40,8 +40,8 @@ class Keeper:
         self._mirror: Mirror | None = None
         self._reported: str | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
-        self._waiting: tuple[Future[None], int, bool] | None = None
-        """The last checkpoint passed to the writing thread (not its tensors), its batch, and if it is a best one."""
+        self._waiting: list[tuple[Future[None], Timestamp]] = []
+        """The checkpoints (not their tensors) that the writing thread has not written, and their times."""
         self._parts: tuple[_Task, Future[None]] | None = None
         """The checkpoint of which the processes that share the state write parts."""
         self._has_skipped = False
@@ -147,7 +147,7 @@ class Keeper:
             return snapshot(state, step, metrics=metrics, memory=memory, outside=outside, writers=joint)
 
         try:
-            task = _Task(in_all(joint, take, f"{target} was not written"), target, now, _has(self._best, now))
+            task = _Task(in_all(joint, take, f"{target} was not written"), target, now)
         except (TypeError, OSError) as error:  # something else than numbers in the metrics, or in `extra`
             self._failed(target, error)
         else:
@@ -180,8 +180,7 @@ class Keeper:
 
     def settle(self) -> None:
         """Wait until everything so far is written; at the end of a run, since other processes may have ended, too."""
-        if self._waiting is not None:
-            wait([self._waiting[0]])  # the thread writes them in order, so the last one is sufficient
+        wait([one for one, _ in self._waiting])
         if self._parts is not None:
             self._complete_alone()
         self._tell()
@@ -252,16 +251,17 @@ class Keeper:
                 self._has_written(task)
 
     def _enqueue(self, pool: ThreadPoolExecutor, task: "_Task") -> None:
-        """Pass a checkpoint to the writing thread, in place of one that still waits, unless that is the best one."""
-        if self._waiting is not None and not self._waiting[2] and self._waiting[0].cancel():
-            skipped = self._waiting[1]
-            if not self._has_skipped and skipped != task.now.batch:
-                self._problems.append(
-                    f"the checkpoint of batch {skipped} was skipped, and others may be: writing takes longer than the "
-                    f"time between checkpoints ({self.settings.every})"
-                )
-            self._has_skipped |= skipped != task.now.batch
-        self._waiting = pool.submit(self._write, task), task.now.batch, task.is_best
+        """Pass a checkpoint to the writing thread, in place of those that wait and are not among the best."""
+        for one, now in self._waiting:
+            if not _has(self._best, now) and one.cancel() and now.batch != task.now.batch:
+                if not self._has_skipped:
+                    self._problems.append(
+                        f"the checkpoint of batch {now.batch} was skipped, and others may be: writing takes longer "
+                        f"than the time between checkpoints ({self.settings.every})"
+                    )
+                self._has_skipped = True
+        self._waiting = [pair for pair in self._waiting if not pair[0].done()]
+        self._waiting.append((pool.submit(self._write, task), task.now))
 
     def _write(self, task: "_Task", part: "Future[None] | None" = None) -> None:
         """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""
@@ -296,7 +296,9 @@ class Keeper:
         if self._is_joint:
             return  # `_best` has to remain the same in all processes
         with contextlib.suppress(OSError):
-            self._best = self._rated(disk.all_in(self.folder)[0])  # without the one that was not written
+            others = *self._rated(disk.all_in(self.folder)[0]), *self._best  # on the disk, and still to be written
+            known = {name: rating for rating, name in others if name != target.name}
+            self._best = best_of([(known[name], name) for name in sorted(known)], self.settings.keep_best)
 
     def _rated(self, found: Sequence[Found]) -> list[tuple[float, str]]:
         return [(rating, one.path.name) for rating, one in best_in(found, self.settings)]
@@ -324,7 +326,6 @@ class _Task(NamedTuple):
     taken: Snapshot
     target: Path
     now: Timestamp
-    is_best: bool
 
 
 def _has(best: Iterable[tuple[float, str]], now: Timestamp) -> bool:

@@ -2,6 +2,8 @@
 
 import math
 import pathlib
+import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -163,3 +165,25 @@ def test_what_cannot_be_ranked(tmp_path: pathlib.Path) -> None:
 def test_settings_that_make_no_sense_are_refused(settings: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Checkpoints("unused", **settings)
+
+
+@pytest.mark.parametrize(("keep_best", "written"), [(1, [4, 24]), (2, [4, 20, 24]), (None, [4, 8, 12, 16, 20, 24])])
+def test_checkpoints_that_wait_are_replaced_once_others_are_better(
+    keep_best: int | None, written: list[int], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, write, seen = threading.Event(), disk.write, list[int]()
+
+    def slow(path: pathlib.Path, *arguments: Any) -> None:
+        release.wait(60)
+        seen.append(int(path.name.partition("-ba")[2]))
+        write(path, *arguments)
+
+    monkeypatch.setattr(disk, "write", slow)
+    settings = Checkpoints(tmp_path, "1dur", keep=1, best="eval/score", keep_best=keep_best, mode="max")
+    evaluator = scores([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    with warnings.catch_warnings(action="ignore"):  # that checkpoints are skipped
+        for state in training(STEP, start(), BATCHES, evaluate=evaluator, checkpoints=settings):
+            if state.timestamp.batch == 24:
+                release.set()
+    assert seen == written
+    assert batches_in(tmp_path) == set(written[-(keep_best or 6) :])

@@ -44,8 +44,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait(self: Keeper, *arguments: Any) -> None:
         enqueue(self, *arguments)
-        assert self._waiting is not None
-        self._waiting[0].result()
+        self._waiting[-1][0].result()
 
     monkeypatch.setattr(Keeper, "_enqueue", wait)
 
