@@ -18,7 +18,8 @@ _LONGEST_SHORT = 24
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return columns under a header; the last is wrapped so that lines fit in `width` (by default the terminal's).
 
-    Columns of numbers between the first and the last are aligned on the right.
+    Lines break at spaces only, so that a longer word exceeds the width. Columns of numbers between the first and the
+    last are aligned on the right.
 
     Example:
         >>> print(table(["a", "size", "b"], [["1", "7", "one"], ["22", "10", "two and twenty, 11 + 11"]], width=24))
@@ -37,7 +38,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | No
                 line[i] = line[i].rjust(size)
     fixed = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head) - 1)]
     left = sum(fixed) + 2 * len(fixed)
-    wrapped = [textwrap.wrap(row[-1], max(width - left, 20)) or [""] for row in rows]
+    wrapped = [textwrap.wrap(row[-1], max(width - left, 20), break_long_words=False) or [""] for row in rows]
     longest = max([len(head[-1]), *(len(part) for parts in wrapped for part in parts)])
     lines = [_line(head, head[-1], fixed), _line(["-" * size for size in fixed], "-" * longest, fixed)]
     for row, parts in zip(rows, wrapped, strict=True):

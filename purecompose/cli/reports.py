@@ -17,6 +17,7 @@ from purecompose.cli.setup import arithmetic_of
 from purecompose.errors import CheckpointError
 from purecompose.observers.progress import describe_seconds
 from purecompose.records import Predictions, list_runs, read_run, write_report
+from purecompose.records.listing import differing
 from purecompose.records.report import number
 
 
@@ -101,23 +102,18 @@ def runs(
         say(f"no runs in {folder}{' for which this holds' if where else ''}")
         return
     metrics = list(dict.fromkeys(name for row in rows for name in row["best"]))
-    settings = [{"algorithms": ",".join(row["algorithms"]), **row["settings"]} for row in rows]
-    names = list(dict.fromkeys(name for one in settings for name in one))
-    differing = [name for name in names if len({str(one.get(name)) for one in settings}) > 1]
     head = ["run", "status", "done", *(f"{name} (best)" for name in metrics), "time", "started", "settings that differ"]
-    own = [{name: one[name] for name in differing if name in one} for one in settings]
     width = shutil.get_terminal_size((110, 24)).columns  # a wide one has room for the settings
-    say(table(head, [_cells(row, metrics, one) for row, one in zip(rows, own, strict=True)], width=width))
+    say(table(head, [_cells(row, metrics, one) for row, one in zip(rows, differing(rows), strict=True)], width=width))
 
 
-def _cells(row: Mapping[str, Any], metrics: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any], metrics: Sequence[str], settings: Mapping[str, str]) -> list[str]:
     known = [name for name in metrics if name in row["best"]]
     values = {name: f"{number(row['metrics'].get(name), name)} ({number(row['best'][name], name)})" for name in known}
-    texts = {name: str(value) for name, value in settings.items()}
-    own = "; ".join(f"{name}={text if len(text) <= 80 else f'{text[:77]}...'}" for name, text in texts.items())
+    own = "; ".join(f"{name}={text if len(text) <= 80 else f'{text[:77]}...'}" for name, text in settings.items())
     done = "-" if row["progress"] is None else f"{row['progress']:.0%}"
     return [
         *(row["name"], row["status"], done),
         *(values.get(name, "-") for name in metrics),
-        *(describe_seconds(row["seconds"]), row["started"][:16].replace("T", " "), own.replace(",", ", ")),
+        *(describe_seconds(row["seconds"]), row["started"][:16].replace("T", " "), own),
     ]

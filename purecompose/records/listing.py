@@ -22,6 +22,8 @@ _COMPARED |= {"<": operator.lt, ">": operator.gt}
 _CONDITION = re.compile(r"\s*([^<>=!]+?)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
 _COUNTED = {TimeUnit.EPOCH: "epoch", TimeUnit.BATCH: "batch"}
 _COUNTED |= {TimeUnit.SAMPLE: "time/sample", TimeUnit.TOKEN: "time/token"}
+_NOT_COMPARED = ("checkpoint_every", "keep", "keep_best")
+"""Settings that change no result."""
 
 
 def list_runs(
@@ -81,6 +83,45 @@ def status_of(run: RunRecords) -> tuple[str, str]:
     return (outcome, "good") if outcome == FINISHED else (outcome if outcome.startswith(FINISHED) else "stopped", "bad")
 
 
+def differing(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the settings of each run that differ; of calls, the arguments that differ, such as "optimizer.lr".
+
+    Args:
+        rows: For each run `settings` and `algorithms`, as in rows of `list_runs`.
+    """
+    known = [dict(_parts(row)) for row in rows]
+    names = []
+    for name in dict.fromkeys(name for one in known for name in one):
+        owner = name.rpartition(".")[0]  # an argument is compared among the runs that have its method
+        if len({one.get(name) for one in [one for one in known if owner in one] or known}) > 1:
+            names.append(name)
+    return [{name: text for name in names if (text := one.get(name)) is not None} for one in known]
+
+
+def _parts(row: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yield what is compared of a run: settings, calls without arguments, their arguments; `None` for a method."""
+    settings = row["settings"]
+    given = settings.get("algorithms", "none")
+    texts = [str(one) for one in row["algorithms"] or _calls(given)]
+    calls = [call for text in texts for call in _calls(text)]
+    if len({call.name for call in calls}) < len(texts):  # others, or two of a kind
+        yield "algorithms", ", ".join(texts)
+    else:
+        yield "algorithms", ", ".join(map(_head, calls)) or str(given)
+        for call in calls:
+            yield call.name, None
+            yield from ((f"{call.name}.{name}", str(value)) for name, value in call.kwargs.items())
+    for name in (name for name in settings if name not in ("algorithms", *_NOT_COMPARED)):
+        calls = _calls(settings[name])
+        yield name, _head(calls[0]) if len(calls) == 1 else str(settings[name])
+        if len(calls) == 1:
+            yield from ((f"{name}.{argument}", str(value)) for argument, value in calls[0].kwargs.items())
+
+
+def _head(call: specs.Call) -> str:
+    return str(specs.Call(call.name, call.args)) if call.args else call.name
+
+
 def _row(run: RunRecords, name: str) -> dict[str, Any]:
     best: dict[str, float] = {}
     for column in dict.fromkeys(evaluation_columns(run.records)):
@@ -137,8 +178,7 @@ def _entries(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield all values of a row by the names that conditions know; of equal names, the last counts."""
     yield from row["metrics"].items()
     for name, value in row["settings"].items():
-        if isinstance(value, str) and "(" in value:
-            yield from _arguments(value, f"{name}.")
+        yield from _arguments(value, f"{name}.")
         yield name, value
     for text in row["algorithms"]:
         yield from _arguments(text)
@@ -146,12 +186,19 @@ def _entries(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((name, value) for name, value in row.items() if not isinstance(value, dict | list))
 
 
-def _arguments(text: str, prefix: str | None = None) -> Iterator[tuple[str, Any]]:
+def _arguments(text: Any, prefix: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the arguments of a call under the name of its setting, or without one under its own."""
+    for call in _calls(text):
+        yield from ((f"{prefix or f'{call.name}.'}{name}", value) for name, value in call.kwargs.items())
+
+
+def _calls(text: Any) -> list[specs.Call]:
+    """Return the calls in a text, with arguments by their names; none for a text without calls."""
     factories = {name: getattr(owner, name) for owner in (optim, schedule) for name in dir(owner)}
     with contextlib.suppress(specs.SpecError, TypeError, ValueError):  # a text with parentheses
-        for call in (specs.by_name(call, factories) for call in specs.parse(text)):
-            yield from ((f"{prefix or f'{call.name}.'}{name}", value) for name, value in call.kwargs.items())
+        if isinstance(text, str) and "(" in text:
+            return [specs.by_name(call, factories) for call in specs.parse(text)]
+    return []
 
 
 def _filtered(rows: list[dict[str, Any]], condition: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from purecompose._support.tables import Toned, breakable, columns, printable
 from purecompose.observers.progress import describe_seconds
 from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, runs_of, write_text
-from purecompose.records.listing import status_of
+from purecompose.records.listing import differing, status_of
 from purecompose.records.predictions import Predictions
 from purecompose.records.series import (
     AXES,
@@ -59,8 +59,9 @@ def write_report(
 ) -> Path:
     """Write a page about one run or several: results, curves, settings, plan, times, checkpoints and versions.
 
-    The curves of several runs share their axes. Settings, versions and commits that differ are listed first. The page
-    is a single file without external resources, for light and dark screens and for paper; its script draws the curves.
+    The curves of several runs share their axes. The settings that differ are below the results, versions and
+    commits that differ come first in their sections. The page is a single file without external resources, for light
+    and dark screens and for paper; its script draws the curves.
     Of a line with more than 1,000 points, it shows the means of consecutive points, in a band of their range.
 
     Args:
@@ -94,6 +95,7 @@ def write_report(
         summary=_summary(found[0]),
         facts=facts_of(found[0]),
         overview=_overview(found, names) if len(found) > 1 else (),
+        differing=_differing(found),
         results=_compared([_results(run) for run in found]),
         numbers=_numbers(found, names),
         settings=_compared([{name: _shown(value) for name, value in flat(run.config).items()} for run in found]),
@@ -119,6 +121,12 @@ def _overview(runs: Sequence[RunRecords], names: Sequence[str]) -> tuple[list[st
         for run, name, one in zip(runs, names, facts, strict=True)
     ]
     return ["run", "status", *head, "started"], rows
+
+
+def _differing(runs: Sequence[RunRecords]) -> list[tuple[str, ...]]:
+    """Return the settings that differ, and the arguments in them, with a value for each run."""
+    rows = [{"settings": flat(run.config), "algorithms": run.trained.get("algorithms", [])} for run in runs]
+    return _compared(differing(rows)).differing
 
 
 def _results(run: RunRecords) -> dict[str, str]:

@@ -7,6 +7,7 @@ import pytest
 
 from purecompose.records import list_runs
 from purecompose.records.layout import to_toml, write_json
+from purecompose.records.listing import differing
 
 
 def write_run(
@@ -115,6 +116,26 @@ def test_loss_is_the_metric_and_positional_arguments_have_names(tmp_path: Path) 
         write_run(tmp_path / name, {"loss": "cross_entropy", "optimizer": f"sgd({rate})"}, accuracies)
     assert names(tmp_path, sort="loss") == ["b", "a"] == names(tmp_path, sort="optimizer.lr")
     assert names(tmp_path, where="loss<0.75") == ["b"] == names(tmp_path, where="optimizer.lr<0.01")
+
+
+def test_what_differs_are_arguments_and_not_how_they_are_written() -> None:
+    written = {"algorithms": "mixup", "optimizer": "sgd(0.1)", "keep_best": 1, "seed": 0}
+    rows: list[dict[str, Any]] = [
+        {"settings": written, "algorithms": ["mixup(alpha=0.2)"]},
+        {
+            "settings": {**written, "algorithms": "mixup(0.2)", "optimizer": "sgd(lr=0.1)", "keep_best": 3},
+            "algorithms": ["mixup(alpha=0.2)"],
+        },
+    ]
+    assert differing(rows) == [{}, {}]
+    rows.append({"settings": {**written, "optimizer": "sgd(0.5)"}, "algorithms": ["mixup(alpha=0.1)", "sam(rho=0.05)"]})
+    plain = {"algorithms": "mixup", "mixup.alpha": "0.2", "optimizer.lr": "0.1"}
+    other = {"algorithms": "mixup, sam", "mixup.alpha": "0.1", "optimizer.lr": "0.5"}
+    assert differing(rows) == [plain, plain, other]
+    twice = {"settings": written, "algorithms": ["chain(a(x=1))", "chain(a(x=2))"]}
+    assert differing([twice, {**twice, "algorithms": ["chain(a(x=1))", "chain(a(x=3))"]}])[1] == {
+        "algorithms": "chain(a(x=1)), chain(a(x=3))"
+    }
 
 
 def test_wrong_conditions_are_refused(folder: Path) -> None:

@@ -124,6 +124,7 @@ def test_what_differs_between_runs_comes_first(tmp_path: Path) -> None:
     page = parsed_file(write_report([one, two], tmp_path / "report.html"))
     words = " ".join(page.text.split())
     assert words.count("differsonetwo") == 2
+    assert words.index("settingonetwo lr0.10.2 more-x Curves") < words.index("Settings differs")
     assert "Settings differsonetwo lr0.10.2 more-x seed0" in words
     assert "Versions differsonetwo commitaaabbb torch2" in words
     assert words.count("Plan same Times") == 1
