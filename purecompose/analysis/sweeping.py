@@ -384,9 +384,10 @@ def _result(rates: list[float], losses: list[float], reach: int, has_diverged: b
             f"lr={rates[-1]:.2e}; begin with a lower rate than low={rates[0]:.2e}"
         )
     smoothed = _smoothed(finite, reach)
-    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-    # The first means are over few batches, and so noisy.
-    inner = range(min(reach, lowest), lowest + 1)
+    # The first and last means are over few batches, and so noisy.
+    inner = range(reach, len(smoothed) - reach) or range(len(smoothed))
+    lowest = min(inner, key=smoothed.__getitem__)
+    inner = range(inner.start, lowest + 1)
     steepest = min(inner, key=lambda i: smoothed[min(i + 1, lowest)] - smoothed[max(i - 1, 0)])
     smoothed += [math.nan] * (len(losses) - len(smoothed))
     return LearningRateRange(tuple(rates), tuple(losses), tuple(smoothed), rates[steepest], rates[lowest], has_diverged)

@@ -7,6 +7,7 @@ are logged separately: `loss/0`, `loss/1`, ... For another service, pass a sink 
 import contextlib
 import csv
 import importlib
+import io
 import os
 import re
 import time
@@ -145,8 +146,9 @@ class _Table:
         if not self._path.exists():
             return []
         with self._path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
+            text = file.read()
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))  # the last row may be incomplete
+        rows = list(reader)
         self._columns = list(reader.fieldnames or ["batch"])
         return rows
 

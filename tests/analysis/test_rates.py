@@ -7,7 +7,7 @@ import torch
 
 from purecompose import hparam, optim, schedule
 from purecompose.analysis import learning_rate_range
-from purecompose.analysis.sweeping import with_named_rate
+from purecompose.analysis.sweeping import _result, with_named_rate
 from tests.analysis.problems import BATCHES_PER_EPOCH, make_step, new_state, train_data
 
 
@@ -33,6 +33,14 @@ def test_the_rate_of_each_batch_is_the_one_reported() -> None:
         after = step(plain, batch)
         assert after.loss is not None and loss == pytest.approx(after.loss.item(), rel=1e-5)
         state = state.replace(params=after.params)
+
+
+@pytest.mark.parametrize("first", [0.5, 2.5])
+def test_a_single_batch_decides_nothing(first: float) -> None:
+    losses = [first, *[2.3] * 9, 2.2, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 1.2, 1.9, 0.4]
+    rates = [10.0**-i for i in range(20, 0, -1)]
+    found = _result(rates, losses, 1, has_diverged=False)
+    assert (found.suggested, found.lowest) == (rates[11], rates[15])
 
 
 def test_a_named_rate_keeps_the_schedule_on_request() -> None:
