@@ -203,15 +203,27 @@ def with_arguments(
                 settings[name] = str(_set(specs.parse_one(settings[name]), arguments, factories[name], name))
                 continue
             calls = specs.parse(settings["algorithms"])
-            if name not in [call.name for call in calls]:
-                known = [*factories, *[call.name for call in calls]]
+            names = sorted(set[str]().union(*(call.names for call in calls)))
+            if name not in names:
+                known = [*factories, *names]
                 what = f"there is no {name} in this run;{specs.did_you_mean(name, known)} there are {', '.join(known)}"
                 raise UsageError(f"{option}: {where}: {what}")
-            changed = [_set(call, arguments, algorithms, "algorithm") if call.name == name else call for call in calls]
+            changed = [_set_inside(call, name, arguments, algorithms) for call in calls]
             settings["algorithms"] = ", ".join(map(str, changed))
         except (specs.SpecError, TypeError) as error:
             raise UsageError(f"{option}: {where}: {error}") from error
     return settings
+
+
+def _set_inside(value: Any, name: str, arguments: Mapping[str, Any], factories: Mapping[str, Any]) -> Any:
+    """Return a call of an algorithm with other arguments for the one of a name, itself or among its arguments."""
+    if not isinstance(value, specs.Call):
+        return value
+    if value.name == name:
+        return _set(value, arguments, factories, "algorithm")
+    args = tuple(_set_inside(one, name, arguments, factories) for one in value.args)
+    kwargs = {key: _set_inside(one, name, arguments, factories) for key, one in value.kwargs.items()}
+    return specs.Call(value.name, args, kwargs)
 
 
 def _set(call: specs.Call, arguments: Mapping[str, Any], factories: Mapping[str, Any], kind: str) -> specs.Call:
@@ -288,7 +300,7 @@ _CALLS = ("algorithms", "model", "optimizer", "schedule")
 def _as_call(value: Any) -> Any:
     """Return the call that a table stands for, such as {name: sgd, lr: 0.1}, and other values unchanged."""
     if isinstance(value, dict) and isinstance(value.get("name"), str):
-        return str(specs.Call(value["name"], kwargs={name: one for name, one in value.items() if name != "name"}))
+        return specs.Call(value["name"], kwargs={name: _as_call(one) for name, one in value.items() if name != "name"})
     return value
 
 
@@ -324,7 +336,8 @@ def _checked(name: str, value: Any, where: str) -> Any:
         hint = meant_setting(name) or specs.did_you_mean(name, SETTINGS) or f" there are {', '.join(SETTINGS)}"
         raise UsageError(f"{where}: there is no setting {name!r};{hint}")
     kind = SETTINGS[name]
-    value = _as_call(value) if name in _CALLS else value
+    call = _as_call(value) if name in _CALLS else None
+    value = str(call) if isinstance(call, specs.Call) else value
     if name == "algorithms" and isinstance(value, list):
         return ", ".join(str(_as_call(one)) for one in value) or "none"
     if kind is str and type(value) in (int, float) or kind is float and type(value) is int:

@@ -49,6 +49,7 @@ def test_a_file_may_have_a_table_and_a_list_of_algorithms(tmp_path: pathlib.Path
     [
         ("algorithms", "mixup(0.2), sam(0.5, every=10)", "mixup.alpha=0.4", "mixup(alpha=0.4), sam(0.5, every=10)"),
         ("algorithms", "mixup(0.2), sam(0.5, every=10)", "sam.every=5", "mixup(0.2), sam(rho=0.5, every=5)"),
+        ("algorithms", "ema, sometimes(mixup(), 0.5)", "mixup.alpha=0.4", "ema(), sometimes(mixup(alpha=0.4), 0.5)"),
         ("optimizer", "sgd(0.1, momentum=0.9)", "optimizer.lr=0.2", "sgd(lr=0.2, momentum=0.9)"),
         ("optimizer", "sgd(0.1)", "optimizer.momentum=0.9", "sgd(lr=0.1, momentum=0.9)"),
         ("schedule", "cosine(0.1)", "schedule.t_max=0.2dur", "cosine(alpha_f=0.1, t_max='0.2dur')"),
@@ -121,6 +122,9 @@ algorithms:
   - mixup(0.3)
   - name: label_smoothing
     smoothing: 0.2
+  - name: sometimes
+    method: {name: cutout}
+    p: 0.5
 """
 
 
@@ -134,7 +138,7 @@ def test_yaml_is_read_as_toml(tmp_path: pathlib.Path) -> None:
         "compile": False,
         "model": "mlp(hidden=[16])",
         "optimizer": "sgd(lr=0.01)",
-        "algorithms": "mixup(0.3), label_smoothing(smoothing=0.2)",
+        "algorithms": "mixup(0.3), label_smoothing(smoothing=0.2), sometimes(method=cutout(), p=0.5)",
     }
     toml = tmp_path / "run.toml"
     toml.write_text('[optimizer]\nname = "sgd"\nlr = 0.01\n')
@@ -148,6 +152,7 @@ def test_yaml_is_read_as_toml(tmp_path: pathlib.Path) -> None:
         ("- 1", "run.yml: expected settings"),
         ("1: 2", "run.yml: expected settings"),
         ("duraton: 3ep", "run.yml: there is no setting 'duraton'; did you mean 'duration'?"),
+        ("optimizer: {lr: 1}", "run.yml: optimizer: expected a text"),
         ("duration: {lr: 1}", "run.yml: duration: expected a text"),
         ("model: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),
     ],
