@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,9 +20,9 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._support.checks import is_callable_with, shown
-from purecompose._support.exports import publish
+from purecompose._support.exports import instead, publish
 from purecompose._support.objects import check_hidden
-from purecompose._support.specs import did_you_mean
+from purecompose._support.specs import describe, did_you_mean
 from purecompose.losses import (
     CrossEntropy,
     ModelLoss,
@@ -344,7 +346,10 @@ def _checked(given: Any, what: str) -> Metric:
     check_hidden(given, f"the {what}")
     is_known = isinstance(given, Metric) or hasattr(given, "metric_state")
     if not is_known and not is_callable_with(given, 2):
-        raise TypeError(f"{what}: {shown(given)} cannot be called as metric(outputs, targets)")
+        hint = ""
+        if isinstance(given, types.FunctionType) and given.__module__.startswith("purecompose."):
+            hint = f"; call it: {describe(given.__name__, inspect.signature(given))}"
+        raise TypeError(f"{what}: {shown(given)} cannot be called as metric(outputs, targets){hint}")
     return metric
 
 
@@ -353,9 +358,9 @@ def _called(name: str) -> Metric:
     if number := re.fullmatch(r"top_([1-9]\d*)", name):
         return top_k(int(number[1]))
     if name in ("balanced_accuracy", "f1", "iou"):
-        raise ValueError(f"the metric {name!r} needs the number of classes: write metrics.{name}(10) for 10 classes")
+        raise ValueError(f"the metric {name!r} needs the number of classes: write pc.metrics.{name}(10) for 10 classes")
     if name not in _NAMED:
-        hint = did_you_mean(name, _NAMED)
+        hint = (known := instead(name)) and f"{known}." or did_you_mean(name, _NAMED)
         raise ValueError(
             f"no metric is called {name!r};{hint} {'There' if hint else 'there'} are {', '.join(_NAMED)}, and top_k "
             "for any k, such as top_5; give others as functions (outputs, targets), or by a mapping, {name: metric}"

@@ -105,7 +105,8 @@ def test_each_name_is_answered_by_the_table(row: Row) -> None:
 
 
 def test_a_name_is_answered_in_one_way() -> None:
-    answered = [(name, function) for row in ROWS for name in row.names for function in row.where or ("",)]
+    named = [(name.replace("_", "").lower(), "") for row in NAMES for name in row.names]
+    answered = named + [(name, function) for row in SETTINGS for name in row.names for function in row.where]
     assert {one for one in answered if answered.count(one) > 1} == set()
 
 
@@ -144,6 +145,50 @@ def test_names_that_nobody_knows_are_plain_errors() -> None:
     with pytest.raises(TypeError, match='argument .epochs.; write duration="3ep"$'):
         train(torch.nn.Linear(1, 1), [], loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1), epochs=3)
     assert instead_of_name("nothing") == "" and not hasattr(torch.nn, "EMA")
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        ("import_from('purecompose', 'Trainer')", "'purecompose'; write pc.fit(step, state, train)"),
+        ("import_from('purecompose.algorithms', 'MixUp')", "write pc.algorithms.mixup"),
+        ("pc.metrics.auroc", "write pc.metrics.from_torchmetrics"),
+        ("pc.metrics.f2score", "has no attribute 'f2score'"),
+        ("pc.Evaluator([], ['precision'])", "write pc.metrics.from_torchmetrics"),
+        ("pc.Evaluator([], [pc.metrics.f1])", "call it: f1(num_classes, *"),
+        ("pc.optim.adam(iter([torch.ones(1)]), lr=0.1)", "adam() got params (list_iterator); it does"),
+        ("pc.optim.sgd(torch.nn.Linear(2, 2))", "sgd() got params (Linear); it does not exist here: an optimizer"),
+        ("pc.optim.sgd('fast')", "sgd: lr: expected a number"),
+        ("alg.gradient_clipping(1.0)", 'got 1.0 (float); write pc.algorithms.gradient_clipping("norm", 1.0)'),
+        ("alg.one_of([alg.mixup(), alg.cutmix()])", "write one_of(a, b), without a list"),
+        ("alg.chain([alg.mixup(), alg.cutmix()])", "write chain(a, b), without a list"),
+        ("pc.compose([alg.mixup(), Foreign()])", "(Foreign); pc.Algorithm(name"),
+        ("pc.compose([Foreign()])", "pc.Algorithm(name, match, apply)"),
+        ("pc.compose(pc.loop_events, [Foreign()])", "pc.Algorithm(name, match, apply)"),
+        ("state.fit", "a state has no attribute 'fit'; write pc.fit"),
+        ("pc.evaluate(state, [(torch.ones(1, 2), torch.ones(1, 1))], step=pc.compose([alg.ema()]))", "step=, if"),
+        ("pc.compose([lambda state: alg.mixup()])(state, (torch.ones(1, 2), torch.ones(1, 1)))", "call it, compose(["),
+        ("pc.observers.History().plot", 'write history.series("loss"); plt.plot(*history.series("loss"))'),
+        ("pc.observers.History()['loss']", "history.series('loss') returns batches and values"),
+    ],
+)
+def test_what_others_write_is_answered(code: str, hint: str) -> None:
+    class Foreign:
+        def match(self, event: Any, state: Any) -> bool:
+            return bool(event and state)
+
+        def apply(self, event: Any, state: Any, logger: Any) -> None:
+            del event, state, logger
+
+    def import_from(module: str, name: str) -> None:
+        exec(f"from {module} import {name}", {})
+
+    state = pc.State.create(torch.nn.Linear(2, 1), loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1), duration="1ep")
+    names = {"pc": pc, "alg": pc.algorithms, "torch": torch, "state": state}
+    with pytest.raises((AttributeError, ImportError, TypeError, ValueError, pc.errors.ContractError)) as raised:
+        eval(code, {**names, "Foreign": Foreign, "import_from": import_from})
+    assert hint in str(raised.value)
+    assert isinstance(raised.value, ImportError) is code.startswith("import_from")
 
 
 def tables() -> dict[str, str]:

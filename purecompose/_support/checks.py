@@ -8,11 +8,12 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
+from torch.nn import Module
 
 from purecompose._support.other_names import instead_of_setting
 from purecompose._support.specs import describe, did_you_mean
@@ -157,6 +158,9 @@ def suggests_keywords(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
+            has_params = args and isinstance(args[0], Iterator | list | Module)  # given to an optimizer, as in torch
+            if has_params and (hint := instead_of_setting(_name(function), "params")):
+                raise TypeError(f"{_name(function)}() got params ({type(args[0]).__name__});{hint}") from None
             signature = inspect.signature(function)
             try:
                 signature.bind(*args, **kwargs)

@@ -1,6 +1,7 @@
 """The public names of a module, by the rule of type checkers: each is declared once."""
 
 import ast
+import dis
 import inspect
 import sys
 from typing import NoReturn
@@ -57,17 +58,28 @@ def publish(module: str) -> None:
 
 
 def refuse(module: str, name: str) -> NoReturn:
-    """Raise the error of a module that has no attribute of this name, with the name to write, if it is known."""
-    hint = "" if name.startswith("_") else instead_of_name(name) or _spelled(module, name)
+    """Raise the error of a module that has no attribute of this name, with the name to write, if it is known.
+
+    To be called by the module's `__getattr__`.
+    """
+    hint = instead(name, module)
     text = f"module {module!r} has no attribute {name!r}{hint and ';' + hint}"
+    asks = sys._getframe(2)
+    if hint and asks.f_code.co_code[asks.f_lasti] == dis.opmap["IMPORT_FROM"]:
+        raise ImportError(f"cannot import name {name!r} from {module!r};{hint}", name=module)
     # With the module, Python adds what is spelled in a similar way.
     raise AttributeError(text, name=name, obj=None if hint else sys.modules[module])
+
+
+def instead(name: str, module: str = "purecompose") -> str:
+    """Return a hint for a name that a module, or an object, does not have; "" if nothing is known of it."""
+    return "" if name.startswith("_") else instead_of_name(name) or _spelled(module, name)
 
 
 def _spelled(module: str, name: str) -> str:
     """Return a hint at a public name that differs in its module, in capitals or in underscores only."""
     package = sys.modules["purecompose"]
-    modules = [member for member in map(package.__dict__.get, dir(package)) if inspect.ismodule(member)]
+    modules = [package, *(member for member in map(package.__dict__.get, dir(package)) if inspect.ismodule(member))]
     for each in sorted(modules, key=lambda each: each.__name__ != module):
         for one in dir(each):
             if one.replace("_", "").lower() == name.replace("_", "").lower():

@@ -20,6 +20,7 @@ ColOut(batch=) | colout | pc.functional.sample_transform(pc.functional.colout_ba
 EMA(ema_start=) | ema | start=0.5
 EMA(update_interval=) | ema | every="10ba"
 FusedLayerNorm(optimizers=) | fused_layernorm | none: the optimizer of the state follows
+GradientClipping(clipping_type=) | gradient_clipping | pc.algorithms.gradient_clipping("norm", 1.0)
 GradientClipping(fsdp_enabled=) | gradient_clipping | none: it recognises gradients that are divided among processes
 LowPrecisionLayerNorm(apply_at=) | low_precision_layernorm low_precision_groupnorm | none: it acts at INIT
 SAM(interval=) | sam | every=10
@@ -124,7 +125,7 @@ Trainer(train_dataloader=) | RUN | pc.fit(data=train)
 Trainer(train_subset_num_batches=) | RUN | pc.State.create(batches_per_epoch=100)
 Trainer(train_dataloader_label=) | RUN | none: metrics of training begin with train/
 Trainer(spin_dataloaders=) | RUN | none: data keep their position
-Trainer(eval_dataloader=) | RUN | pc.fit(evaluate=pc.Evaluator(test, metrics))
+Trainer(eval_dataloader=) | LOOP | pc.fit(evaluate=pc.Evaluator(test, metrics))
 Trainer(eval_interval=) | RUN Evaluator | pc.Evaluator(every="2ep")
 Trainer(eval_subset_num_batches=) | RUN | pc.Evaluator(num_batches=10)
 Evaluator(dataloader=) | Evaluator evaluate predict | data=test
@@ -175,9 +176,8 @@ DeviceStatsMonitor | pc.observers.system
 RichProgressBar, TQDMProgressBar | pc.observers.Progress
 ModelSummary | pc.surgery.summary
 CSVLogger | pc.observers.CSV("metrics.csv")
-TensorBoardLogger, TensorboardLogger | pc.observers.TensorBoard
-WandbLogger, WandBLogger | pc.observers.WandB
-MLflowLogger | pc.observers.MLflow
+TensorBoardLogger | pc.observers.TensorBoard
+WandbLogger | pc.observers.WandB
 StochasticWeightAveraging | pc.algorithms.swa
 WeightAveraging, EMAWeightAveraging | pc.algorithms.ema
 BaseFinetuning, BackboneFinetuning | pc.algorithms.layer_freezing; or state.replace(frozen=["backbone.*"])
@@ -194,7 +194,7 @@ Trainer(fast_dev_run=) | RUN | pc.fit(duration="1ba")
 Trainer(overfit_batches=) | RUN | pc.fit(data=list(train)[:10])
 Trainer(ckpt_path=) | RUN | pc.fit(resume="auto")
 Trainer(train_dataloaders=) | RUN | pc.fit(data=train)
-Trainer(val_dataloaders=) | RUN | pc.fit(evaluate=pc.Evaluator(test, metrics))
+Trainer(val_dataloaders=) | LOOP | pc.fit(evaluate=pc.Evaluator(test, metrics))
 Trainer(logger=, enable_progress_bar=) | RUN | pc.fit(observers=[pc.observers.Progress()])
 Trainer(enable_checkpointing=, default_root_dir=) | RUN | pc.Checkpoints("run")
 Trainer(accelerator=) | RUN | pc.State.create(device="cuda")
@@ -203,6 +203,9 @@ Trainer(deterministic=) | RUN | torch.use_deterministic_algorithms(True)
 Trainer(detect_anomaly=) | RUN | pc.fit(observers=[pc.observers.NaNs()])
 Trainer(num_sanity_val_steps=) | RUN | none: call pc.evaluate before training
 seed_everything | pc.State.create(key=0)
+save_checkpoint | pc.save(state, path)
+load_checkpoint | pc.load(path, like=state)
+Precision, Recall, AUROC, AveragePrecision | pc.metrics.from_torchmetrics; objects of torchmetrics may be in metrics=
 load_from_checkpoint | pc.load(path, like=state)
 load_from_checkpoint(map_location=) | load | like=state; with its device
 """
@@ -210,12 +213,14 @@ load_from_checkpoint(map_location=) | load | like=state; with its device
 _KERAS = """
 Model, Sequential | pc.State.create; of any nn.Module
 Model.compile(metrics=) | RUN | pc.Evaluator(metrics=["accuracy"])
+Model.compile(optimizer=, loss=, metrics=) | compile | none: it compiles a step; give them to pc.train
 Model.compile(weighted_metrics=) | RUN | pc.metrics.weighted("accuracy")
 Model.fit(x=, y=, batch_size=) | RUN | pc.data.arrays(x, y, 64)
 Model.fit(epochs=) | RUN | pc.State.create(duration="3ep")
 Model.fit(initial_epoch=) | RUN | none: the state knows its epoch
 Model.fit(steps_per_epoch=) | RUN | pc.State.create(batches_per_epoch=100)
-Model.fit(validation_data=) | RUN | pc.fit(evaluate=pc.Evaluator(test, metrics))
+Model.fit(validation_data=) | LOOP | pc.fit(evaluate=pc.Evaluator(test, metrics))
+Model.fit(validation_data=, val_dataloaders=, eval_dataloader=, eval_dataset=) | train | test=test
 Model.fit(validation_freq=) | RUN Evaluator | pc.Evaluator(every="2ep")
 Model.fit(validation_steps=) | RUN | pc.Evaluator(num_batches=10)
 Model.fit(validation_split=) | RUN | pc.data.split(x, y, 0.2, seed=0)
@@ -240,6 +245,7 @@ PolynomialDecay | pc.schedule.polynomial
 PiecewiseConstantDecay | pc.schedule.multi_step
 LearningRateScheduler | pc.schedule.scheduled
 BackupAndRestore | pc.fit(resume="auto")
+history, plot | history.series("loss"); plt.plot(*history.series("loss")) draws it
 TerminateOnNaN | pc.observers.NaNs
 ModelCheckpoint(filepath=) | Checkpoints | folder="run"
 ModelCheckpoint(save_best_only=) | Checkpoints | best="eval/accuracy"
@@ -258,16 +264,21 @@ set_random_seed | pc.State.create(key=0)
 
 _TORCH = """
 DataLoader | pc.data.loader(dataset, 64)
+DataLoader(drop_last=, shuffle=) | buckets | pc.data.loader(dataset, buckets, drop_last=True)
 DataLoader(num_workers=) | loader | workers=4
 DataLoader(collate_fn=) | loader | collate=collate
 DataLoader(sampler=, batch_sampler=) | loader | pc.fit(data=batches); a DataLoader is data, too
 TensorDataset | pc.data.arrays(x, y, 64)
 CrossEntropyLoss | pc.losses.cross_entropy
-BCEWithLogitsLoss | pc.losses.binary_cross_entropy
-MSELoss | pc.losses.mse
+BCEWithLogitsLoss, BCELoss, BCE | pc.losses.binary_cross_entropy; of logits
+FocalLoss, sigmoid_focal_loss | pc.losses.Focal(); or BinaryFocal
+FocalLoss(weight=) | Focal | alpha=[1.0, 5.0]
+CrossEntropyLoss(class_weight=, weights=) | CrossEntropy | weight=[1.0, 5.0]
+BCEWithLogitsLoss(weight=) | BinaryCrossEntropy | pos_weight=5.0
+MSELoss, MSE | pc.losses.mse
 CTCLoss | pc.losses.ctc
 NAdam, RAdam, Adamax | pc.optim.from_torch(torch.optim.NAdam, lr=0.1)
-Adam(params=) | OPTIMIZERS | none: pc.State.create has the network
+Adam(params=) | OPTIMIZERS | none: an optimizer takes no parameters, pc.State.create has the network
 Adam(fused=, foreach=, capturable=) | OPTIMIZERS | none: pc.compile(step) joins the operations
 StepLR | pc.schedule.step
 MultiStepLR | pc.schedule.multi_step
@@ -286,8 +297,16 @@ CosineAnnealingLR(eta_min=) | linear cosine cosine_warm_restarts polynomial | al
 CosineAnnealingLR(last_epoch=) | SCHEDULES | none: the state knows its time
 ReduceLROnPlateau(threshold=) | ReduceOnPlateau | min_delta=1e-4
 AveragedModel | pc.algorithms.ema; or swa
+EMA(decay=, beta=, momentum=) | ema | smoothing=0.999
+Mixup(prob=, p=) | mixup cutmix cutout colout randaugment augmix | pc.algorithms.sometimes(method, 0.5)
+Mixup(mixup_alpha=, cutmix_alpha=, beta=) | mixup cutmix | alpha=0.2
+RandAugment(magnitude=) | randaugment augmix | severity=9
+RandAugment(num_ops=) | randaugment | depth=2
+Cutout(size=) | cutout | length=16
+CrossEntropyLoss(label_smoothing=, epsilon=) | label_smoothing | smoothing=0.1
 GradScaler | pc.algorithms.loss_scaling
-clip_grad_norm_, clip_grad_norm | pc.algorithms.gradient_clipping("norm", 1.0)
+clip_grad_norm_(max_norm=, clip_norm=) | gradient_clipping | pc.algorithms.gradient_clipping("norm", 1.0)
+clip_grad_norm_ | pc.algorithms.gradient_clipping("norm", 1.0)
 DistributedDataParallel | pc.data_parallel(step)
 fully_shard, FullyShardedDataParallel | pc.fully_sharded(step, mesh)
 compile(fullgraph=) | compile | none: fallback=False refuses steps that are not compiled
@@ -313,12 +332,13 @@ DataCollatorWithPadding, LengthGroupedSampler | pc.data.buckets(lengths, batch_s
 TrainingArguments(bf16=, fp16=) | RUN | pc.State.create(precision="bf16")
 TrainingArguments(gradient_checkpointing=) | RUN | pc.nn.layers.checkpoint
 Trainer(train_dataset=) | RUN | pc.fit(data=train)
-Trainer(eval_dataset=, compute_metrics=) | RUN | pc.fit(evaluate=pc.Evaluator(test, metrics))
+Trainer(eval_dataset=) | LOOP | pc.fit(evaluate=pc.Evaluator(test, metrics))
+Trainer(compute_metrics=) | RUN | pc.Evaluator(metrics=["accuracy"])
 Trainer.train(resume_from_checkpoint=) | RUN | pc.fit(resume="auto")
 EarlyStoppingCallback | pc.EarlyStopping
 EarlyStoppingCallback(early_stopping_patience=) | EarlyStopping | patience="3ep"
 EarlyStoppingCallback(early_stopping_threshold=) | EarlyStopping | min_delta=0.01
-TrainerCallback | pc.Algorithm; a function (event, state) in fit(observers=) if it only reads
+TrainerCallback, Callback, callbacks | pc.Algorithm; a function (event, state) in fit(observers=) if it only reads
 get_cosine_schedule_with_warmup | pc.schedule.cosine(warmup="500ba")
 get_linear_schedule_with_warmup | pc.schedule.linear(warmup="500ba")
 """
@@ -338,6 +358,7 @@ TABLES: dict[str, str] = {
 _GROUPS = {
     "FIELDS": "mixup cutmix colout progressive_resizing selective_backprop",
     "RUN": "fit training train State.create compose",
+    "LOOP": "fit training State.create compose",  # `train` has another answer
     "OPTIMIZERS": "sgd adam adamw adafactor adagrad sparse_adam decoupled_sgdw decoupled_adamw lion muon rmsprop",
     "SCHEDULES": "constant linear cosine cosine_warm_restarts exponential multi_step polynomial step",
 }
@@ -391,11 +412,13 @@ def instead_of_setting(function: str, name: str, own: Collection[str] = ()) -> s
 def instead_of_name(name: str) -> str:
     """Return a hint for the name of a class or a function of another library; "" if nothing is known of it.
 
+    Names that differ in capitals and underscores only are the same.
+
     Example:
-        >>> instead_of_name("LRMonitor")
-        ' write pc.observers.learning_rate'
+        >>> instead_of_name("LRMonitor"), instead_of_name("mse_loss")
+        (' write pc.observers.learning_rate', ' write pc.losses.mse')
     """
-    return _hint(_names().get(name, ""))
+    return _hint(_names().get(_key(name), ""))
 
 
 def _hint(answer: str) -> str:
@@ -411,4 +434,9 @@ def _settings() -> dict[tuple[str, str], str]:
 
 @functools.cache
 def _names() -> dict[str, str]:
-    return {name: row.answer for table in TABLES.values() for row in rows(table) if not row.where for name in row.names}
+    found = [row for table in TABLES.values() for row in rows(table) if not row.where]
+    return {_key(name): row.answer for row in found for name in row.names}
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "").lower()

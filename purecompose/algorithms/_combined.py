@@ -37,7 +37,8 @@ _OUTSIDE = on(*[event for event in Event if event not in STEP_EVENTS])
 def _method(value: Any, where: str) -> Algorithm:
     if isinstance(value, Algorithm):
         return value
-    raise TypeError(f"{where}: expected a method, such as alg.mixup(0.2), got {shown(value)}")
+    hint = f"; write {where}(a, b), without a list" if isinstance(value, list | tuple) else ""
+    raise TypeError(f"{where}: expected a method, such as alg.mixup(0.2), got {shown(value)}{hint}")
 
 
 Method = Annotated[Algorithm, _method]

@@ -42,7 +42,7 @@ def with_usual_loop(given: Any, algorithms: Any) -> tuple[Any, Any]:
         made = getattr(one, "__annotations__", {}).get("return")
         if callable(one) and getattr(made, "__name__", made) == "Algorithm":
             raise TypeError(f"compose: {one.__name__} is a factory: call it, as in compose([{one.__name__}()])")
-    methods = [one for one in given if isinstance(one, Algorithm)]
+    methods = [one for one in given if isinstance(one, Algorithm) or _is_foreign(one)]
     if not given and not algorithms:
         return loop_events, ()
     if not methods:
@@ -65,14 +65,23 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     chosen = _as_tuple(given, "algorithms")
     for algorithm in chosen:
         if not isinstance(algorithm, Algorithm):
-            raise TypeError(
-                f"expected an Algorithm, got {shown(algorithm)}; call a factory, as in alg.mixup(alpha=0.2)"
-            )
+            raise TypeError(f"expected an Algorithm, got {shown(algorithm)}; {_how_to_make_one(algorithm)}")
         check_hidden([algorithm.apply, algorithm.match, dict(algorithm.config)], algorithm.name)
     twice = [name for name, count in Counter(name for a in chosen for name in a.names).items() if count > 1]
     if twice:
         raise ValueError(f"two algorithms are named {twice[0]!r}; rename one of them, as in mixup(..., name='other')")
     return chosen
+
+
+def _is_foreign(given: Any) -> bool:
+    """Return whether an object is an algorithm by its methods, as those of Composer."""
+    return not isinstance(given, type) and all(hasattr(given, method) for method in ("match", "apply"))
+
+
+def _how_to_make_one(given: Any) -> str:
+    if not _is_foreign(given):
+        return "call a factory, as in alg.mixup(alpha=0.2)"
+    return "pc.Algorithm(name, match, apply) makes one of functions match(event, state) and apply(event, state)"
 
 
 def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:

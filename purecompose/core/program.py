@@ -87,9 +87,11 @@ class Stage:
                 error.add_note(note)
             raise
         if not isinstance(new_state, State):
+            is_factory = type(new_state).__name__ == "Algorithm"
+            advice = f"call it, compose([{self.name}()])" if is_factory else "return state.replace(...)"
             raise ContractError(
                 f"the stage {self.name} must return a State, got {type(new_state).__name__}"
-                f"{' (is a return statement missing?)' if new_state is None else ''}; return state.replace(...)"
+                f"{' (is a return statement missing?)' if new_state is None else ''}; {advice}"
             )
         if watch is not None and self.sets_loss:
             check_terms(new_state)

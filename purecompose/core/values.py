@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
+from purecompose._support.exports import instead
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
 from purecompose.core.ranks import Ranks, Sharing
@@ -258,6 +259,8 @@ def _hint(name: str, fields: dict[str, Any]) -> str:
         return f"its time is state.timestamp.{name}"
     if hasattr(nn.Module, name):
         return "it is not a module: to_module(state) returns one, and state.to(device) moves the state"
+    if text := instead(name):
+        return text.lstrip()
     infos = {known: fields[known].metadata.get("info", HIDDEN) for known in fields}
     return f"its fields are {', '.join(known for known, info in infos.items() if info.holds_values)}"
 

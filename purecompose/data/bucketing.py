@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from purecompose._support.checks import check_number, check_whole, shown
+from purecompose._support.checks import check_number, check_whole, shown, suggests_keywords
 from purecompose.random import Rng, fold_in, permutation, salt
 
 
@@ -93,6 +93,7 @@ class Buckets:
         return batch if isinstance(first, Mapping) else batch[0] if is_single else tuple(batch.values())
 
 
+@suggests_keywords
 def buckets(
     lengths: Sequence[int] | Tensor,
     *,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose._support.checks import check_number, check_whole
+from purecompose._support.checks import check_number, check_whole, suggests_keywords
 from purecompose._support.device import constants
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
@@ -43,6 +43,7 @@ def _of_classes(weights: Any, outputs: Tensor, dtype: torch.dtype, where: str) -
     return constants(weights, dtype, outputs.device)
 
 
+@suggests_keywords
 @dataclass(frozen=True)
 class CrossEntropy:
     """Softmax cross entropy, -sum_c weight_c t_c log softmax(outputs)_c, of index and dense targets.
@@ -171,6 +172,7 @@ class MeanSquaredError:
         return F.mse_loss(outputs, targets, reduction=reduction)
 
 
+@suggests_keywords
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
     """Sigmoid cross entropy of logits, averaged over all elements or over examples.
@@ -227,6 +229,7 @@ class BinaryCrossEntropy:
         return reduced(losses.reshape(len(losses), -1).sum(1), reduction)
 
 
+@suggests_keywords
 @dataclass(frozen=True)
 class Focal:
     """Softmax cross entropy in which easy positions count less, -sum_c alpha_c t_c (1 - p_c)^gamma log p_c.
@@ -281,6 +284,7 @@ class Focal:
         return CrossEntropy(self.ignore_index).counted(outputs, targets)
 
 
+@suggests_keywords
 @dataclass(frozen=True)
 class BinaryFocal:
     """Sigmoid cross entropy in which easy elements count less, averaged over all elements.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import check_number, check_whole, is_callable_with, is_number, shown
+from purecompose._support.exports import instead
 from purecompose._support.messages import warn
 from purecompose._support.tables import columns, fragment
 from purecompose.core.state import State
@@ -108,6 +109,13 @@ class History:
         """All records so far, in order of time; reading them waits for the device."""
         self._read()
         return [dict(record) for record in self._records]
+
+    def __getattr__(self, name: str) -> Any:
+        hint = instead(name)
+        raise AttributeError(f"a history has no attribute {name!r}{hint and ';' + hint}", name=name)
+
+    def __getitem__(self, name: Any) -> Any:
+        raise TypeError(f"a history is not a mapping: history.series({name!r}) returns batches and values")
 
     def __repr__(self) -> str:
         last = ", ".join(f"{name}={value}" for name, _, value, *_ in self._table())

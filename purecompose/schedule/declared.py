@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from purecompose import tree
 from purecompose._support.checks import check_flag, check_number, check_whole, is_number, shown, suggests_keywords
+from purecompose._support.other_names import instead_of_setting
 from purecompose.schedule.scalar import Hparam, Product, Scalar, Schedule, factors_of, known_part, not_a_scalar
 
 
@@ -273,7 +274,9 @@ def _refuse(choices: tuple[Any, ...], value: Any, where: str) -> NoReturn:
     # Among True and False, text is a wrong choice, and anything else is of a wrong type.
     error = TypeError if True in choices and not isinstance(value, str) else ValueError
     *others, last = map(repr, choices)
-    raise error(f"{where}: expected {', '.join(others)}{' or ' if others else ''}{last}, got {shown(value)}")
+    wanted = f"{', '.join(others)}{' or ' if others else ''}{last}"
+    hint = instead_of_setting(*where.split(": ", 1)) if ": " in where else ""
+    raise error(f"{where}: expected {wanted}, got {shown(value)}{hint and ';' + hint}")
 
 
 def _is_setting(value: Any) -> bool:

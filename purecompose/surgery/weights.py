@@ -60,7 +60,10 @@ def averages_in(state: State, name: str) -> Averages:
     found = _all_averages(state)
     if name not in found:
         known = f"there are {', '.join(found)}" if found else "no algorithm of this state keeps any"
-        raise ValueError(f"weights={name!r}: expected the name of an algorithm that averages weights; {known}")
+        raise ValueError(
+            f"weights={name!r}: expected the name of an algorithm that averages weights; {known}; "
+            "step=, if given, must be the step that trained the state"
+        )
     return found[name]
 
 

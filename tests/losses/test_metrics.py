@@ -363,7 +363,7 @@ def test_names_of_metrics_are_those_of_their_values():
         ("accuracyy", ValueError, "did you mean 'accuracy'.*There are accuracy, binary_accuracy.*top_5"),
         (["fbeta"], ValueError, "no metric is called 'fbeta'; there are accuracy"),
         ("top_0", ValueError, "no metric is called 'top_0'"),
-        (["f1"], ValueError, r"'f1' needs the number of classes: write metrics.f1\(10\)"),
+        (["f1"], ValueError, r"'f1' needs the number of classes: write pc.metrics.f1\(10\)"),
         ([lambda outputs, targets: outputs], TypeError, "has no name: give a mapping"),
         (["accuracy", accuracy], ValueError, "two metrics are called 'accuracy'"),
         ([3], TypeError, "expected a Metric or a function"),
