@@ -267,6 +267,8 @@ REFUSED = [
     (lambda: alg.during(alg.loss_scaling(), 0, 0.5), ValueError, "before and after the time advances"),
     (lambda: alg.during(alg.mixup(), 0.5, 0.2), ValueError, "start before the end"),
     (lambda: alg.every(alg.mixup(), 0), ValueError, "positive"),
+    (lambda: alg.every(alg.gradient_accumulation(4), 2), ValueError, "keeps gradients for later batches"),
+    (lambda: alg.during(alg.gradient_accumulation(4), 0.5), ValueError, "keeps gradients for later batches"),
 ]
 
 
