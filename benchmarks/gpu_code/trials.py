@@ -89,6 +89,8 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "adamw": lambda: optim.adamw(1e-2 * cosine(), groups={"*.bias": {"weight_decay": 0.0}}),
     "decoupled_adamw": lambda: optim.decoupled_adamw(hparam("lr", 1e-2), weight_decay=1e-3),
     "adafactor": lambda: optim.adafactor(1e-2),
+    "adagrad": lambda: optim.adagrad(1e-2),
+    "sparse_adam": lambda: optim.sparse_adam(1e-2),
     "rmsprop": lambda: optim.rmsprop(1e-2, momentum=0.9),
     "lion": lambda: optim.lion(1e-3),
     "muon": lambda: optim.by_pattern({"*": optim.muon(1e-2, ns_precision="full")}, optim.adamw(1e-3)),
@@ -158,6 +160,22 @@ def _numbers(seed: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4, generator=generator), torch.randn(size, 3, generator=generator)
 
 
+def _views() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)))
+
+
+class _Taught(nn.Module):
+    """A student beside a frozen teacher."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.student, self.teacher = TASKS["vectors"].make_net(seed), TASKS["vectors"].make_net(seed + 1)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.student(x), self.teacher(x)
+
+
 class _Drawing(nn.Module):
     """A network that draws in every dtype."""
 
@@ -187,6 +205,10 @@ LOSSES: Mapping[str, Callable[[], Task]] = {
     "CrossEntropy ignored": lambda: TASKS["tokens"],
     "binary_cross_entropy": lambda: _with_loss("vectors", losses.binary_cross_entropy),
     "BinaryCrossEntropy examples": lambda: _with_loss("soft", losses.BinaryCrossEntropy(mean_over="examples")),
+    "focal": lambda: _with_loss("vectors", losses.focal),
+    "binary_focal": lambda: _with_loss("soft", losses.binary_focal),
+    "info_nce": lambda: Task("views", lambda seed: _views(), TASKS["vectors"].batch, losses.info_nce),
+    "distillation": lambda: Task("taught", _Taught, TASKS["vectors"].batch, losses.distillation),
     "mse": lambda: Task("numbers", TASKS["vectors"].net, _numbers, losses.mse),
     "ctc": lambda: Task("series", lambda seed: nn.Linear(4, 5), _series, losses.ctc),
     "model_loss": lambda: Task("own loss", lambda seed: _WithLoss(), TASKS["vectors"].batch, losses.model_loss),

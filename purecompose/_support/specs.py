@@ -152,7 +152,7 @@ def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
 def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
     """Raise `SpecError` for an unknown name, with a suggestion."""
     if name not in known:
-        hint = did_you_mean(name, known) or instead_of_name(name)
+        hint = _sentence(did_you_mean(name, known) or instead_of_name(name))
         raise SpecError(f"no {kind} is called {name!r};{hint} {'K' if hint else 'k'}nown: {', '.join(sorted(known))}")
 
 
@@ -185,13 +185,18 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in call.kwargs:
         if name not in parameters and not takes_any:
-            hint = instead_of_setting(call.name, name) or did_you_mean(name, parameters)
+            hint = _sentence(instead_of_setting(call.name, name) or did_you_mean(name, parameters))
             has = f"{'It' if hint else 'it'} has {', '.join(parameters) or 'no parameters'}"
             raise SpecError(f"{call.name} has no parameter {name!r};{hint} {has}")
     try:
         signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
         raise SpecError(f"{call.name}: {error}; it is {describe(call.name, signature)}") from error
+
+
+def _sentence(hint: str) -> str:
+    """Return a hint as the end of a sentence; "" stays as it is."""
+    return hint if not hint or hint.endswith(("?", ".")) else f"{hint}."
 
 
 def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:

@@ -91,10 +91,10 @@ def test_functions_that_take_any_keyword_are_not_checked() -> None:
 
 
 def test_factories_and_states_name_their_arguments() -> None:
-    with pytest.raises(TypeError, match=r"ema\(\) got .*'decay'; it takes half_life, smoothing, .*name"):
-        pc.algorithms.ema(decay=0.99)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"ema\(\) got .*'rate'; it takes half_life, smoothing, .*name"):
+        pc.algorithms.ema(rate=0.99)  # pyright: ignore[reportCallIssue]
     options: dict[str, Any] = {"loss": pc.losses.mse, "optimizer": pc.optim.sgd(0.1)}
-    with pytest.raises(TypeError, match=r"State.create\(\) got .*'seed'; write pc.State.create\(key=3\)$"):
+    with pytest.raises(TypeError, match=r"State.create\(\) got .*'seed'; write key=3$"):
         pc.State.create(torch.nn.Linear(2, 2), **options, seed=3)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match=r"State.create\(\) got .*'batches_in_epoch'; did you mean 'batches_per_epoch'"):
         pc.State.create(torch.nn.Linear(2, 2), **options, batches_in_epoch=3)  # pyright: ignore[reportCallIssue]

@@ -49,8 +49,8 @@ def test_lr_range_suggests_a_rate(run: Run) -> None:
     ("values", "message"),
     [
         ("lr=a", "--values: lr=a: expected a name and numbers"),
-        ("sam.rho=1,2", "--values: sam.rho: there is no sam in this run; there are optimizer, schedule, model, mixup"),
-        ("mixup.p=1,2", "--values: mixup.p: mixup has no parameter 'p'; it has alpha"),
+        ("sam.rho=1,2", "--values: sam.rho: there is no sam in this run; there are optimizer, schedule, model, "),
+        ("mixup.p=1,2", "mixup has no parameter 'p'; write pc.algorithms.sometimes(method, 0.5). It has alpha"),
         ("mixup.alpha=0.1,-1", "--values: mixup.alpha: mixup: alpha: expected"),
         ("optimizer.betas=1,2", "adam: betas: expected two numbers"),
         (

@@ -15,7 +15,7 @@ Run = Callable[..., tuple[int, str, str]]
 WRONG = {
     "model": ("cnn(widht=3)", "did you mean 'width'?"),
     "algorithms": ("mixup(alpa=1)", "mixup has no parameter 'alpa'; did you mean 'alpha'?"),
-    "loss": ("mse", "known: binary_cross_entropy, cross_entropy; others need a program: pc.train("),
+    "loss": ("mse", "nown: binary_cross_entropy, cross_entropy; others need a program: pc.train("),
     "schedule": ("cosin", "no schedule is called 'cosin'; did you mean 'cosine'"),
     "optimizer": ("sgd(lr=-1)", "sgd: lr: expected a finite number >= 0, got -1"),
     "duration": ("5tok", "5tok: expected a number of epochs, batches"),
