@@ -174,9 +174,7 @@ def test_an_event_in_two_segments_varies_both(microbatches: int, donate: bool) -
 
 
 @DONATE
-@pytest.mark.parametrize(
-    "program", [(), (Event.AFTER_DATALOADER,), (pc.loop.forward, pc.loop.loss), (advance,)], ids=str
-)
+@pytest.mark.parametrize("program", [(Event.AFTER_DATALOADER,), (pc.loop.forward, pc.loop.loss), (advance,)], ids=str)
 def test_programs_that_train_nothing_agree(program: Any, donate: bool) -> None:
     step = compose(program, [noise()] if Event.AFTER_DATALOADER in program else [])
     fast = compiled(step, donate=donate)
