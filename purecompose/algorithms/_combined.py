@@ -427,7 +427,7 @@ def _choice(
 def _results(acting: Sequence[Algorithm], event: Event, state: State) -> tuple[dict[str, State], State]:
     """Return the state after each method, by its name, and the state to which they were applied.
 
-    A method that drops a slot puts back what it has kept there: it does so whether it is chosen or not, before others.
+    A method that drops a slot puts the batch back that it has kept there, whether it is chosen or not, before others.
     """
     results: dict[str, State] = {}
     for part in acting:
@@ -435,6 +435,7 @@ def _results(acting: Sequence[Algorithm], event: Event, state: State) -> tuple[d
         if state.slots.keys() <= after.slots.keys():
             results[part.name] = after
         else:
-            state = after
-            results = {one.name: applied(one, event, state)[0] for one in acting if one.name in results}
+            state = state.replace(batch=after.batch)
+            earlier = [one for one in acting if one.name in results]
+            results = {**{one.name: applied(one, event, state)[0] for one in earlier}, part.name: after}
     return results, state
