@@ -76,7 +76,7 @@ class LoopMethods:
         num_classes: int | None = None,
         **settings: Any,
     ) -> None:
-        self.methods = tuple(methods)
+        self.methods: tuple[Algorithm, ...] = tuple(methods)
         self._key, self._num_classes, self._settings = key, num_classes, settings
         places = _MODEL | _WEIGHTS | (_BATCH if has_batches else set()) | (_TARGETS if num_classes else set())
         for method in self.methods:
