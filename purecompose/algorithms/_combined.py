@@ -25,7 +25,7 @@ from purecompose.time.predicates import NEVER, Moment, Predicate, on
 
 
 STEP_EVENTS: tuple[Event, ...] = tuple(node for node in walk(loop_events) if isinstance(node, Event))
-"""The events of a training step. At others, such as INIT and EVAL_START, a method acts as it does alone."""
+"""The events of a training step. Others, such as INIT and EVAL_START, are not affected by a choice."""
 
 _OUTSIDE = on(*[event for event in Event if event not in STEP_EVENTS])
 
@@ -51,7 +51,7 @@ def sometimes(
     """Let a method act with a probability, decided by batch or by example.
 
     The decision is drawn from the state's key, once for all events of a step, or for each turn of an event that a
-    program has several times. At other events, such as INIT and EVAL_START, the method acts as it does alone.
+    program has several times. Other events, such as INIT and EVAL_START, are not affected.
 
     The method is computed in every batch, and its result is chosen or not, element by element: a compiled step has a
     single variant, members of a population decide for themselves, and gradients flow to the method's settings. Targets
@@ -182,7 +182,7 @@ def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
 def during(method: Method, start: Point = 0.0, end: Point | None = None) -> Algorithm:
     """Let a method act in a part of the run, from `start` up to `end`.
 
-    At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
+    Events outside of training steps, such as INIT and EVAL_START, are not affected.
 
     Args:
         method: The method, whose events in a step are all before the time advances, or all after it.
@@ -212,7 +212,7 @@ def during(method: Method, start: Point = 0.0, end: Point | None = None) -> Algo
 def every(method: Method, n: Annotated[int | Time | str, checked_period], *, since: Point | None = None) -> Algorithm:
     """Let a method act in every n-th batch, counted from 1.
 
-    At events outside of training steps, such as INIT and EVAL_START, it acts as it does alone.
+    Events outside of training steps, such as INIT and EVAL_START, are not affected.
 
     Args:
         method: The method.

@@ -57,7 +57,7 @@ class Trait(enum.Enum):
     AVERAGES_WEIGHTS = "averages weights: comes after what moves them once the optimizer has"
     SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
     STOPS_GRADIENTS = "stops gradients on purpose: targets from its own outputs, straight-through estimates"
-    READS_OPTIMIZER = "reads settings of the optimizer: acts only where the state has the one that is used"
+    READS_OPTIMIZER = "reads settings of the optimizer: the state must have the one that updates the weights"
     SECOND_ORDER = "needs gradients of gradients"
     REPLACES_LAYERS = "finds layers by their types and puts others in their place: comes before what splits layers"
     SHORTENS_SEQUENCES = "cuts sequences to a length: comes after what writes them into rows"
