@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, Step, compose, every, loop_events, on, tree
@@ -176,3 +176,21 @@ def breaking(monkeypatch: Any, errors: list[BaseException | None]) -> None:
         return run
 
     monkeypatch.setattr(LIBRARY, "compile_graph", compile_graph)
+
+
+def kept_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """Return a list to which the graphs of the steps that are compiled from now on are added."""
+    seen: list[fx.GraphModule] = []
+    original = LIBRARY.compile_graph
+
+    def compile_and_keep(graph: fx.GraphModule, *options: Any) -> Any:
+        seen.append(graph)
+        return original(graph, *options)
+
+    monkeypatch.setattr(LIBRARY, "compile_graph", compile_and_keep)
+    return seen
+
+
+def count(graph: fx.GraphModule, name: str) -> int:
+    """Return how often a graph calls an operation of the package."""
+    return len(graph.graph.find_nodes(op="call_function", target=getattr(torch.ops.purecompose, name).default))

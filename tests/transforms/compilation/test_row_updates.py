@@ -10,8 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, optim
-from purecompose.transforms.compilation.backends import compile_graph
-from tests.transforms.compilation.compile_helpers import LIBRARY, made
+from tests.transforms.compilation.compile_helpers import count, kept_graphs, made
 
 
 SIZE, WIDTH = 2**15, 8  # as many bytes as the smallest table that is updated row by row
@@ -51,18 +50,7 @@ RULES: dict[str, Rule] = {
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
-    seen: list[fx.GraphModule] = []
-
-    def compile_and_keep(graph: fx.GraphModule, *options: Any):
-        seen.append(graph)
-        return compile_graph(graph, *options)
-
-    monkeypatch.setattr(LIBRARY, "compile_graph", compile_and_keep)
-    return seen
-
-
-def count(graph: fx.GraphModule, name: str) -> int:
-    return len(graph.graph.find_nodes(op="call_function", target=getattr(torch.ops.purecompose, name).default))
+    return kept_graphs(monkeypatch)
 
 
 def batches(num: int) -> list[tuple[Tensor, Tensor]]:

@@ -1,15 +1,11 @@
 """Fused updates write into donated buffers, unless old values are read after them."""
 
-from typing import Any
-
 import pytest
-import torch
 from torch import fx, nn
 
 from purecompose import Algorithm, Event, State, algorithms as alg, on, optim
-from purecompose.transforms.compilation.backends import compile_graph
 from tests.helpers import make_batches, make_state
-from tests.transforms.compilation.compile_helpers import LIBRARY, assert_runs_agree, made
+from tests.transforms.compilation.compile_helpers import assert_runs_agree, count, kept_graphs, made
 
 
 def deep() -> nn.Module:
@@ -40,19 +36,7 @@ DESCEND = Algorithm("descend", on(Event.AFTER_TRAIN_BATCH), descend)
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
-    """Return a list to which the graphs of steps are added."""
-    seen: list[fx.GraphModule] = []
-
-    def compile_and_keep(graph: fx.GraphModule, *options: Any):
-        seen.append(graph)
-        return compile_graph(graph, *options)
-
-    monkeypatch.setattr(LIBRARY, "compile_graph", compile_and_keep)
-    return seen
-
-
-def count(graph: fx.GraphModule, name: str) -> int:
-    return len(graph.graph.find_nodes(op="call_function", target=getattr(torch.ops.purecompose, name).default))
+    return kept_graphs(monkeypatch)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
