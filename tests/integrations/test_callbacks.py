@@ -185,6 +185,7 @@ def huggingface_run(folder: pathlib.Path, callback: Any, steps: int = 6, **resum
 
 @pytest.mark.filterwarnings("ignore")
 def test_huggingface_clips_and_averages_and_resumes(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
     chosen = [alg.gradient_clipping("norm", 0.01), alg.ema(smoothing=0.5)]
     callback = trainer_callback(chosen)
     net, live, trainer = huggingface_run(tmp_path / "whole", callback)
