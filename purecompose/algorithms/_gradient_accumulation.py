@@ -1,7 +1,7 @@
 """Gradient accumulation: one update for several batches, with the mean of their gradients."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from purecompose._support.internals import is_fake, is_transforming
 from purecompose._support.messages import warn
+from purecompose.algorithms._parts.checks import Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State
 from purecompose.optim import lists
-from purecompose.optim.wrapping import Guarded, all_finite
+from purecompose.optim.base import match_or_raise, matched
+from purecompose.optim.wrapping import Guarded, all_finite, chosen
 from purecompose.schedule.declared import Within
 from purecompose.surgery.weights import wide
 from purecompose.time.event import Event
@@ -57,13 +59,12 @@ class AccumulatedGradients(NamedTuple):
         num = torch.where(self.is_counted, self.current, num_examples)
         if is_good is not None:
             num = torch.where(is_good, num, 0)
-
-        def share(name: str) -> Tensor:
-            dtype = self.sums[name].dtype
-            return torch.where(num > 0, num.to(dtype) * grads[name].to(dtype), 0)  # the mean over no terms may be NaN
-
         names = [name for name in self.sums if name in grads]
-        added = lists.add([self.sums[name] for name in names], [share(name) for name in names], 1.0)
+        old = [self.sums[name] for name in names]
+        added = lists.add(old, [grads[name].to(total.dtype) for name, total in zip(names, old, strict=True)], num)
+        if not lists.is_plain() or is_fake(num) or num.device.type != "cpu" or num.item() <= 0:
+            # The mean over no terms may be NaN.
+            added = [torch.where(num > 0, new, total) for new, total in zip(added, old, strict=True)]
         sums = self.sums | dict(zip(names, added, strict=True))
         reached = self._where(grads)
         is_reached = self.is_reached | (reached if is_good is None else reached & is_good)
@@ -103,7 +104,10 @@ class _Last(NamedTuple):
 
 @factory
 def gradient_accumulation(
-    num_steps: Annotated[int, Within(1, hint="it counts batches")], *, name: str = "gradient_accumulation"
+    num_steps: Annotated[int, Within(1, hint="it counts batches")],
+    *,
+    where: Where = None,
+    name: str = "gradient_accumulation",
 ) -> Algorithm:
     """Update once for several batches.
 
@@ -119,6 +123,11 @@ def gradient_accumulation(
     state change. A parameter is updated if any batch of the group has a gradient for it. A compiled or mapped step
     cannot check this: there, a parameter without a gradient in the last batch waits for the next group's update. Time
     counts batches, and so do schedules and intervals of other methods, unless they are given in updates, as "1000up".
+    With `where`, this holds for the parameters that match: they accumulate gradients over k batches and move once,
+    while all others move in every batch. So a costly update, such as the orthogonalization of `optim.muon`, is computed
+    every k-th time. An update is then a batch, also for times in updates, and clipping by norm bounds the gradients
+    that move parameters in this batch.
+
     Groups continue from one epoch to the next. The last batch of a run completes its group, whose mean is over fewer
     batches, if the run's length in batches is known, from `duration` and `batches_per_epoch`; otherwise its last
     batches are not applied, with a warning at FIT_END.
@@ -135,11 +144,12 @@ def gradient_accumulation(
 
     Args:
         num_steps: k, the number of batches per update; with 1 the algorithm never matches.
+        where: Pattern or patterns (`fnmatch`) of the names of parameters that wait, such as "blocks.*"; by default all.
         name: Name of the algorithm and of its slot.
 
     Raises:
-        TypeError, ValueError: `num_steps` is not an int, or below 1. RuntimeError, in the step: a parameter is
-            trained that was frozen at INIT.
+        TypeError, ValueError: `num_steps` is not an int, or below 1. At INIT: a pattern that matches no trainable
+            parameter. RuntimeError, in the step: a parameter is trained that was frozen at INIT.
 
     Example:
         >>> gradient_accumulation(4)
@@ -157,8 +167,10 @@ def gradient_accumulation(
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
+            for pattern in where or ():
+                match_or_raise(pattern, state.context.trainable, f"{name}: where: {pattern!r}", "trainable parameter")
             trained = {key: state.params[key] for key in state.context.trainable}
-            return with_slot(state, AccumulatedGradients.empty(trained))
+            return with_slot(state, AccumulatedGradients.empty(_waiting(where, trained)))
         if event is Event.FIT_END:
             warn(
                 f"{name}: the run has ended within a group of {num_steps} batches, which is not applied: give it a "
@@ -175,15 +187,21 @@ def gradient_accumulation(
             return with_slot(state, _Last(counted) if is_last else counted)
         if state.grads is None:  # a program without a gradient so far
             return with_slot(state, own)
-        _check_known(name, own, state.grads)
+        grads = _waiting(where, state.grads)
+        moving = {key: grad for key, grad in state.grads.items() if key not in grads}
+        _check_known(name, own, grads)
         # If bad steps are skipped, leave out a bad batch, so that it does not spoil the other batches of its group.
-        is_guarded = isinstance(state.optimizer, Guarded)
-        own = own.added(state.grads, state.num_examples, all_finite(state.grads.values()) if is_guarded else None)
-        if not is_last:
-            return with_slot(state.replace(grads={}), own)
-        missing, waiting = _missing(own, state)
-        mean = own.mean({**state.grads, **missing}, of_nothing=math.nan if is_guarded else 0.0)
-        return with_slot(state.replace(grads=mean), own.emptied(waiting))
+        is_good = all_finite(state.grads.values()) if isinstance(state.optimizer, Guarded) else None
+        own = own.added(grads, state.num_examples, is_good)
+        if is_last:
+            missing, waiting = _missing(own, state)
+            moving |= own.mean({**grads, **missing}, of_nothing=0.0 if is_good is None else math.nan)
+            # A bad step moves nothing: those that wait go on waiting.
+            emptied = own.emptied(waiting)
+            own = chosen(is_good, emptied, own) if where and is_good is not None else emptied
+        if where and is_good is not None:
+            moving = {key: torch.where(is_good, grad, math.nan) for key, grad in moving.items()}
+        return with_slot(state.replace(grads=moving), own)
 
     at_end = _AtEnd(num_steps)
     ends = on(Event.BEFORE_TRAIN_BATCH) & (every(num_steps) | at_end) | on(Event.FIT_END) & at_end
@@ -195,7 +213,7 @@ def gradient_accumulation(
         traits=frozenset({Trait.COLLECTS_GRADIENTS}),
         runs_before=(Trait.CLIPS_GRADIENTS,),
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.REQUIRED_ON_LOAD),
-        batches_per_update=num_steps,
+        batches_per_update=1 if where else num_steps,
     )
 
 
@@ -212,6 +230,12 @@ class _AtEnd(Timed):
 
     def __repr__(self) -> str:
         return f"at_end({self.num_steps})"
+
+
+def _waiting(where: Sequence[str] | None, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those parameters, or their gradients, that accumulate gradients."""
+    names = matched(tuple(where or ("*",)), tuple(params))
+    return {key: own for key, own in params.items() if key in names}
 
 
 def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:

@@ -181,7 +181,7 @@ _ROWS = (
     ),
     Row(
         "gradient_accumulation",
-        examples=("gradient_accumulation(2)", "gradient_accumulation(3)"),
+        examples=("gradient_accumulation(2)", "gradient_accumulation(3)", "gradient_accumulation(2, where='*weight')"),
         neutral="gradient_accumulation(1)",
     ),
     Row(

@@ -97,6 +97,69 @@ def test_it_is_torchs_loop():
         assert_close(state.params, {name: param.detach() for name, param in net.named_parameters()})
 
 
+# Some parameters wait, the others do not
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_it_is_a_plain_loop_with_two_optimizers(is_compiled):
+    """One optimizer steps after every second backward pass, with the mean gradient; the other one after each."""
+    net = wide_net()
+    step = compose(loop_events, [gradient_accumulation(2, where="0.weight")])
+    step = pc.compile(step, backend="eager", quiet=True) if is_compiled else step
+    optimizer = optim.by_pattern({"0.weight": optim.sgd(0.3, momentum=0.9)}, optim.adamw(0.02))
+    state = started(step, helpers.make_state(net), optimizer)
+    assert list(slot_of(state).sums) == ["0.weight"] and state.timestamp.run.batches_per_update == 1
+    names = dict(net.named_parameters())
+    second = torch.optim.SGD([names["0.weight"]], 0.3, momentum=0.9)
+    each = torch.optim.AdamW([own for name, own in names.items() if name != "0.weight"], 0.02)
+    for number, (inputs, targets) in enumerate(groups(5, 6)):
+        F.cross_entropy(net(inputs), targets).backward()
+        each.step()
+        each.zero_grad()
+        if number % 2:
+            assert names["0.weight"].grad is not None
+            names["0.weight"].grad /= 2
+            second.step()
+            second.zero_grad()
+        before, state = state, step(state, (inputs, targets))
+        assert_close(state.params, {name: param.detach() for name, param in names.items()})
+        assert torch.equal(before.params["0.weight"], state.params["0.weight"]) == (number % 2 == 0)
+
+
+def test_those_that_wait_are_clipped_with_the_others_when_they_move():
+    step = compose(loop_events, [gradient_accumulation(2, where="0.*"), gradient_clipping("norm", 0.05)])
+    state = started(step, helpers.make_state(wide_net()), optim.sgd(1.0))
+    for number, batch in enumerate(groups(2)):
+        before, state = state, step(state, batch)
+        moves = {name: state.params[name] - before.params[name] for name in state.params}
+        torch.testing.assert_close(tree.global_norm(list(moves.values())).item(), 0.05, rtol=1e-4, atol=0)
+        assert moves["0.weight"].any() == moves["0.bias"].any() == (number == 1)
+
+
+def test_a_bad_step_moves_none_and_those_that_wait_go_on_waiting():
+    """A batch that is not finite is left out: as if it were not there for the sums, and no step for the others."""
+    step = compose(loop_events, [gradient_accumulation(2, where="0.weight"), alg.skip_nonfinite()])
+    plain = compose(loop_events, [gradient_accumulation(2, where="0.weight")])
+    first, second, third = groups(3)
+    bad = (first[0] * torch.inf, first[1])
+    state = started(step, helpers.make_state(wide_net()), optim.sgd(0.3))
+    expected = started(plain, helpers.make_state(wide_net()), optim.sgd(0.3))
+    state, expected = step(step(state, first), bad), plain(expected, first)
+    assert_close(state.params, expected.params)
+    state, expected = step(state, second), plain(expected.replace(timestamp=state.timestamp), second)
+    assert_close(state.params, expected.params)
+    assert not is_empty(state)
+    state, expected = step(state, third), plain(expected, third)
+    assert_close(state.params, expected.params)
+    assert is_empty(state)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    step = compose(loop_events, [gradient_accumulation(2, where=("0.weight", "blocks.*"))])
+    with pytest.raises(ValueError, match=r"where: 'blocks\.\*' matches no trainable parameter"):
+        step.init(helpers.make_state())
+
+
 # Weights of batches
 
 
