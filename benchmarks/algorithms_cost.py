@@ -77,9 +77,15 @@ LOOKS_FOR = {
 SPECIAL = {example.partition("(")[0] for example in LOOKS_FOR}
 FROM_THE_START = {"swa": "swa(0.0, 1.0, '1ba')"}
 """Settings for a method whose first example does nothing yet at the start of a run."""
-NOTHING_TO_MEASURE = {"no_op_model", "fused_layernorm", "low_precision_groupnorm", "layer_freezing"}
-"""One trains nothing, one is another's name, no network here has the third one's layers, and the last one has a
-benchmark of its own, `layer_freezing.py`."""
+NOTHING_TO_MEASURE = {
+    "no_op_model",
+    "fused_layernorm",
+    "low_precision_groupnorm",
+    "layer_freezing",
+    "test_time_averaging",
+}
+"""One trains nothing, one is another's name, no network here has the third one's layers, one has a benchmark of its
+own, `layer_freezing.py`, and the last one does nothing in training."""
 
 
 def measured(row: ShippedRow, is_all: bool) -> list[tuple[str, str]]:

@@ -61,6 +61,7 @@ from purecompose.algorithms._seq_length_warmup import (
     warmup_length as warmup_length,
 )
 from purecompose.algorithms._swa import add_to_mean as add_to_mean
+from purecompose.algorithms._test_time_averaging import average_over_views as average_over_views
 from purecompose.algorithms.images.samples import sample_transform as sample_transform
 from purecompose.nn.layers.convolutions import (
     blur_2d as blur_2d,

@@ -62,6 +62,7 @@ from purecompose.algorithms._seq_length_warmup import seq_length_warmup as seq_l
 from purecompose.algorithms._skip_nonfinite import skip_nonfinite as skip_nonfinite
 from purecompose.algorithms._stochastic_depth import stochastic_depth as stochastic_depth
 from purecompose.algorithms._swa import swa as swa
+from purecompose.algorithms._test_time_averaging import test_time_averaging as test_time_averaging
 from purecompose.algorithms._training_metrics import training_metrics as training_metrics
 from purecompose.core.algorithm import Algorithm
 
@@ -117,6 +118,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         lookahead,
         schedule_free,
         swa,
+        test_time_averaging,
     ),
 }
 """Factories, grouped by the part of training that they change."""

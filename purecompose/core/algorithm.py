@@ -56,6 +56,7 @@ class Trait(enum.Enum):
     CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes or collects them"
     AVERAGES_WEIGHTS = "averages weights: comes after what moves them once the optimizer has"
     SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
+    REPLACES_OUTPUTS = "replaces outputs in evaluation and prediction on purpose: means over views of the inputs"
     STOPS_GRADIENTS = "stops gradients on purpose: targets from its own outputs, straight-through estimates"
     READS_OPTIMIZER = "reads settings of the optimizer: the state must have the one that updates the weights"
     SECOND_ORDER = "needs gradients of gradients"

@@ -295,6 +295,13 @@ _ROWS = (
     ),
     Row("swa", examples=("swa(0.25, 0.75, '1ba')", "swa('1ba', 1.0, '1ba')"), fixed=("swa_lr",)),
     Row(
+        "test_time_averaging",
+        examples=("test_time_averaging()", "test_time_averaging(shift=1)"),
+        neutral="test_time_averaging(False)",
+        tasks=("images",),
+        fixed=("shift",),
+    ),
+    Row(
         "training_metrics",
         examples=("training_metrics()", "training_metrics(reset='2ba')"),
         neutral="training_metrics(())",

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -107,16 +108,17 @@ class Wrong(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The state before and after INIT and after all batches, and what was warned of."""
+    """The state before and after INIT and after all batches, predictions for one of these, and what was warned of."""
 
     before: State
     start: State
     end: State
+    outputs: Any
     warned: str
 
     @classmethod
     def of(cls, algorithms: Sequence[Algorithm], case: Case, precision: str) -> Run:
-        """Train on two batches."""
+        """Train on two batches, and predict."""
         options = {**case.options, "duration": "4ba", "precision": precision}
         step = pc.compose(pc.loop_events, algorithms)
         with warnings.catch_warnings(record=True) as warned:
@@ -125,7 +127,8 @@ class Run:
             start = end = step.init(before)
             for batch in case.batches()[:2]:
                 end = step(end, batch)
-        return cls(before, start, end, "\n".join(str(warning.message) for warning in warned))
+            outputs = pc.predict(end, case.batches()[:1], step=step)
+        return cls(before, start, end, outputs, "\n".join(str(warning.message) for warning in warned))
 
     @property
     def replaced(self) -> bool:
@@ -137,9 +140,17 @@ class Run:
         return first != second
 
     def differs(self, other: Run) -> bool:
-        """Return whether anything but the time differs in the end."""
+        """Return whether anything but the time differs in the end, or in predictions."""
         first, second = (
-            (run.end.params, run.end.buffers, run.end.slots, run.end.metrics, run.end.loss) for run in (self, other)
+            (
+                run.end.params,
+                run.end.buffers,
+                run.end.slots,
+                run.end.metrics,
+                run.end.loss,
+                batches.tensors(run.outputs),
+            )
+            for run in (self, other)
         )
         return not tree.equal(first, second)
 

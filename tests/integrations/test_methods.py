@@ -29,6 +29,7 @@ REFUSED = {
     "loss_scaling": "BEFORE_BACKWARD, Event.AFTER_BACKWARD",
     "selective_backprop": "BATCH_START, Event.AFTER_FORWARD",
     "skip_nonfinite": "BATCH_START",
+    "test_time_averaging": "EVAL_AFTER_FORWARD, Event.PREDICT_AFTER_FORWARD",
     "training_metrics": "BATCH_START, Event.AFTER_BACKWARD",
     "decoupled_weight_decay": "changes the optimizer",
     "schedule_free": "reads the optimizer",

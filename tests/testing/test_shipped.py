@@ -6,6 +6,7 @@ from hypothesis import find, given, settings, strategies as st
 
 from purecompose import compose, loop_events, tree
 from purecompose.algorithms import FACTORIES
+from purecompose.run.evaluation import predict
 from purecompose.schedule import Hparam, Product
 from purecompose.testing.attempt import is_refusal
 from purecompose.testing.case import Case, Subject
@@ -64,7 +65,9 @@ def test_neutral_settings_never_match(row):
 def test_other_tasks_are_refused(row, name):
     for source in row.examples:
         with pytest.raises((TypeError, ValueError, UserWarning), match=rf"^{row.name}\b") as caught:
-            loss_after_a_step(Subject.of(source).algorithm, Case(TASKS[name]))
+            algorithm, case = Subject.of(source).algorithm, Case(TASKS[name])
+            loss_after_a_step(algorithm, case)
+            predict(case.state(), case.batches()[:1], step=case.step(algorithm))
         assert is_refusal(caught.value) and any(f"in {row.name} at" in note for note in caught.value.__notes__)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.core.algorithm import Algorithm
+from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import Step
-from purecompose.core.loop import loop_events, update
+from purecompose.core.loop import eval_events, loop_events, update
 from purecompose.core.operation import walk
 from purecompose.core.program import events_in
 from purecompose.core.state import State
@@ -55,7 +55,7 @@ _FEW = 2
     "evaluation changes nothing in training, training methods change nothing in evaluation, and prediction sees the "
     "weights that evaluation sees",
     "act at events of training; for evaluation replace params or buffers at EVAL_START and PREDICT_START, and no "
-    "more; remember in state.slots[name], not in a closure",
+    "more, or outputs in both, by Trait.REPLACES_OUTPUTS; remember in state.slots[name], not in a closure",
     exempt=never_acts,
 )
 def evaluation_blind(subject: Subject, case: Case) -> bool:
@@ -63,7 +63,8 @@ def evaluation_blind(subject: Subject, case: Case) -> bool:
 
     An algorithm may exchange weights, params or buffers, at EVAL_STANDALONE_START, EVAL_START and PREDICT_START
     (averaged weights). After that, batches, targets, outputs and metrics must be those of a step without algorithms
-    with these weights; the algorithm may add its own metrics.
+    with these weights; the algorithm may add its own metrics. One that declares `Trait.REPLACES_OUTPUTS` may have other
+    outputs, the same in evaluation and prediction.
     """
     watched, data = Watched(subject.algorithm), case.batches()[:_FEW]
     step = case.step(watched.algorithm)
@@ -72,14 +73,14 @@ def evaluation_blind(subject: Subject, case: Case) -> bool:
         plain_states.append(after_batch(step, plain_states[-1], batch))
     state = begun(step, case.state())
     for batch, expected in zip(data, plain_states[1:], strict=True):
-        _evaluate(step, state, data[:1])
+        _evaluate(step, state, data[:1], may_replace=Trait.REPLACES_OUTPUTS in subject.algorithm.traits)
         state = after_batch(step, state, batch)
         compare(expected, state, ("without evaluation in between", "with it"))
     return watched.acted
 
 
-def _evaluate(step: Step, state: State, data: Sequence[Any]) -> None:
-    """Evaluate and predict, and compare each with the result of a step without algorithms."""
+def _evaluate(step: Step, state: State, data: Sequence[Any], *, may_replace: bool) -> None:
+    """Evaluate and predict, and compare each with the result of a step without algorithms, or with one another."""
     before, labels = snapshot(state, _EVALUATED), ("the network's own", "through the step")
     try:
         begun = step.fire(Event.EVAL_STANDALONE_START, state)
@@ -87,9 +88,13 @@ def _evaluate(step: Step, state: State, data: Sequence[Any]) -> None:
         in_prediction = _with_weights(state, step.fire(Event.PREDICT_START, state))
         with ignoring_missing_terms():
             ours, theirs = evaluate(in_evaluation, data), evaluate(state, data, step=step)
-        # The algorithm may add metrics of its own.
-        check_equal(dict(ours), {name: theirs.get(name) for name in ours}, labels, "metrics")
-        check_equal(predict(in_prediction, data), predict(state, data, step=step), labels, "outputs")
+        outputs = predict(state, data, step=step)
+        if may_replace:
+            check_equal(_evaluated(step, state, data), outputs, ("in evaluation", "in prediction"), "outputs")
+        else:
+            # The algorithm may add metrics of its own.
+            check_equal(dict(ours), {name: theirs.get(name) for name in ours}, labels, "metrics")
+            check_equal(predict(in_prediction, data), outputs, labels, "outputs")
     except InPlaceError as error:
         raise Broken(str(error), event=error.event) from error
     # Both exchange the weights, or neither; their own draws may differ.
@@ -99,6 +104,13 @@ def _evaluate(step: Step, state: State, data: Sequence[Any]) -> None:
 
 
 _EVALUATED = ("params", "buffers", "slots")
+
+
+def _evaluated(step: Step, state: State, data: Sequence[Any]) -> list[Any]:
+    """Return the outputs in an evaluation, for each batch."""
+    inner = step.replace(program=eval_events)
+    start = inner.fire(Event.EVAL_START, state)
+    return [inner.fold(start, batch, domain="eval", draw=number).outputs for number, batch in enumerate(data)]
 
 
 def _with_weights(state: State, started: State) -> State:

@@ -1,5 +1,6 @@
 """Mutants of the laws of whole runs: leaks by evaluation, pairs that are not undone, and runs that do not resume."""
 
+import dataclasses
 import os
 import time
 from typing import Any
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from purecompose import random
 from purecompose.algorithms._label_smoothing import smooth_labels
+from purecompose.algorithms._test_time_averaging import test_time_averaging
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.time.event import Event
+from purecompose.time.predicates import on
 from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 
 
@@ -38,6 +41,13 @@ def smooths_test_labels(event: Event, state: State) -> State:
 def flips_when_predicting(state: State) -> State:
     """Test-time augmentation by one flip instead of an average of both."""
     return state.replace(inputs=state.inputs.flip(-1))
+
+
+@mutant("evaluation_blind", task="images")
+def averages_views_in_prediction_only() -> Algorithm:
+    """Averages over mirror images in prediction, and leaves evaluation to the network's own outputs."""
+    method = test_time_averaging(name="averages_views_in_prediction_only")
+    return dataclasses.replace(method, match=on(Event.PREDICT_AFTER_FORWARD))
 
 
 @mutant("evaluation_blind", at=(Event.EVAL_START, Event.AFTER_TRAIN_BATCH))
