@@ -62,6 +62,7 @@ LOOKS_FOR = {
     "gyro_dropout(0.5, 4, 2)": "dropout",
     "blurpool()": "residual",
     "channels_last()": "residual",
+    "pool_first()": "images",
     "factorize(min_channels=32, latent_channels=0.25)": "residual",
     "ghost_batchnorm(16)": "residual",
     "squeeze_excite(0.25, 16)": "residual",

@@ -25,6 +25,7 @@ from purecompose.algorithms._combined import (
 )
 from purecompose.algorithms._convolutions import (
     blurpool as blurpool,
+    pool_first as pool_first,
     squeeze_excite as squeeze_excite,
     weight_standardization as weight_standardization,
 )
@@ -95,6 +96,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         low_precision_groupnorm,
         low_precision_layernorm,
         no_op_model,
+        pool_first,
         squeeze_excite,
         stochastic_depth,
         weight_standardization,

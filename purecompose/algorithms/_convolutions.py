@@ -1,10 +1,12 @@
-"""Methods on convolutions: BlurPool, squeeze-and-excitation, and weight standardization."""
+"""Methods on convolutions: BlurPool, earlier max poolings, squeeze-and-excitation, and weight standardization."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Annotated
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import surgery
 from purecompose.algorithms._parts.checks import Where
@@ -96,6 +98,81 @@ def blurpool(
 def _is_strided(module: nn.Conv2d | nn.MaxPool2d) -> bool:
     stride = module.stride
     return max(stride) > 1 if isinstance(stride, Sequence) else stride > 1
+
+
+@factory
+def pool_first(norms: bool = True, *, where: Where = None, name: str = "pool_first") -> Algorithm:
+    """Move max poolings before the activations and batch norms that they follow.
+
+        pool(relu(norm(conv(x))))   becomes   relu(norm(pool(conv(x))))
+
+    The norm and the activation then compute a share of the values, a quarter for poolings of 2 x 2. A maximum commutes
+    with every function that does not decrease, so moving a pooling before ReLU changes nothing. Before a batch norm it
+    changes the network: the norm has the statistics of the pooled values, and where its weight is negative the minimum
+    would have been needed. Such a network trains as well, and is common in fast networks for CIFAR-10.
+
+    It looks at the children of each `nn.Sequential`. The names of modules and parameters are kept, and so are the
+    parameters; their order is that of the computation.
+
+    Events: INIT. Reads and replaces: the model.
+
+    Args:
+        norms: Move poolings before batch norms, too. If False, only before activations that do not decrease: ReLU,
+            leaky ReLU (with a slope of at least 0), ReLU6, sigmoid, tanh and hardtanh; the network's function is then
+            the same, bit for bit.
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
+        name: Name of the algorithm.
+
+    Warns:
+        UserWarning: At INIT: the network has no such poolings.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        >>> from purecompose.functional import apply_surgery
+        >>> [type(module).__name__ for module in apply_surgery(net, pool_first())]
+        ['Conv2d', 'MaxPool2d', 'BatchNorm2d', 'ReLU']
+
+    References:
+        Keller Jordan: 94% on CIFAR-10 in 3.29 Seconds on a Single GPU. 2024. https://arxiv.org/abs/2404.00498, for a
+        network that pools before it normalizes.
+    """
+
+    def reordered(module: nn.Sequential, site: surgery.Site) -> nn.Module | None:
+        if not is_plain(module, nn.Sequential):
+            return None
+        children = module._modules.items()  # named_children() leaves out the second of two places of a module
+        order = [(key, child) for key, child in children if child is not None]
+        for i, (_, child) in enumerate(order):
+            if isinstance(child, _POOLS) and is_plain(child, type(child)) and not child.return_indices:
+                first = i
+                while first and _commutes(order[first - 1][1], norms):
+                    first -= 1
+                order.insert(first, order.pop(i))
+        if order == list(children):
+            return None
+        # The surgery does not look into what it has replaced.
+        inner = ((key, reordered(child, site) if isinstance(child, nn.Sequential) else None) for key, child in order)
+        changed_ones = {key: new for key, new in inner if new is not None}
+        return PooledFirst(OrderedDict((key, changed_ones.get(key, child)) for key, child in order))
+
+    return surgery_method(name, {PooledFirst: None, nn.Sequential: reordered}, where)
+
+
+_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_INCREASING = (nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.Sigmoid, nn.Tanh)
+"""Activations that do not decrease; ReLU6 is a hardtanh."""
+
+
+class PooledFirst(nn.Sequential):
+    """Result of `pool_first`: a sequence of modules in another order, under the names that they had."""
+
+
+def _commutes(module: nn.Module, norms: bool) -> bool:
+    """Return whether a max pooling may come before the module."""
+    kinds = (*_INCREASING, _BatchNorm) if norms else _INCREASING
+    if not any(is_plain(module, kind) for kind in kinds):
+        return False
+    return not isinstance(module, nn.LeakyReLU) or module.negative_slope >= 0
 
 
 @factory

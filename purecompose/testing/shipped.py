@@ -245,6 +245,7 @@ _ROWS = (
         neutral="per_example_clipping(1e999)",
         tasks=_NO_BATCHNORM,
     ),
+    Row("pool_first", examples=("pool_first()", "pool_first(norms=False)"), tasks=("images",), needs=(nn.MaxPool2d,)),
     Row(
         "progressive_resizing",
         examples=("progressive_resizing()", "progressive_resizing('crop', 0.5, 0.1, 0, 1)"),

@@ -120,7 +120,7 @@ def make_cnn(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
-        nn.Tanh(),
+        nn.Sequential(nn.Tanh(), nn.MaxPool2d(1)),  # a pooling that changes nothing, for methods that move poolings
         # With padding, an image of half the size keeps more than one pixel.
         nn.Conv2d(4, 4, 3, stride=2, padding=1, bias=False),
         nn.GroupNorm(1, 4),

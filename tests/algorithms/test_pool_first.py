@@ -1,0 +1,80 @@
+"""Poolings first: the order of layers, the same function before activations, names, nested and shared modules."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from purecompose.algorithms import pool_first
+from purecompose.functional import apply_surgery
+from tests.algorithms.surgery_checks import applied, make_images, make_state
+
+
+def block(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *layers, nn.Flatten(), nn.LazyLinear(3))
+
+
+def kinds(net: nn.Module) -> list[str]:
+    return [type(child).__name__ for child in net.children()]
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.LeakyReLU(0.1), nn.ReLU6(), nn.Sigmoid(), nn.Tanh(), nn.Hardtanh()])
+def test_before_activations_the_function_is_the_same(act: nn.Module) -> None:
+    net = block(nn.BatchNorm2d(4), act, nn.MaxPool2d(3, stride=2, padding=1))
+    images = make_images()
+    expected = net(images)
+    changed = apply_surgery(net, pool_first(norms=False))
+    assert kinds(changed)[1:4] == ["BatchNorm2d", "MaxPool2d", type(act).__name__]
+    assert torch.equal(changed(images), expected)
+
+
+def test_before_norms_the_norm_has_the_statistics_of_pooled_values() -> None:
+    net = block(nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+    images = make_images()
+    net(images)  # gives the last layer its shape
+    changed = apply_surgery(net, pool_first())
+    pooled = F.max_pool2d(net[0](images), 2)
+    centred = (pooled - pooled.mean((0, 2, 3), keepdim=True)) / pooled.var((0, 2, 3), correction=0, keepdim=True).sqrt()
+    torch.testing.assert_close(changed(images), net[5](centred.relu().flatten(1)), rtol=1e-4, atol=1e-4)
+
+
+def test_names_parameters_and_momentum_are_kept() -> None:
+    net = nn.Sequential(block(nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)), nn.ReLU(), nn.MaxPool1d(1))
+    net(make_images())
+    state = make_state(net)
+    end, _ = applied(state, pool_first())
+    assert set(end.params) == set(state.params)
+    assert all(torch.equal(end.params[name], value) for name, value in state.params.items())
+    assert kinds(end.model.module) == ["PooledFirst", "MaxPool1d", "ReLU"]
+    assert kinds(end.model.module.get_submodule("0"))[:4] == ["Conv2d", "MaxPool2d", "BatchNorm2d", "ReLU"]
+
+
+def test_a_layer_in_two_places_stays_in_both() -> None:
+    act = nn.ReLU()
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), act, nn.MaxPool2d(2), nn.Conv2d(4, 4, 1), act, nn.MaxPool2d(2))
+    changed: Any = apply_surgery(net, pool_first())
+    assert [type(module).__name__ for module in changed] == ["Conv2d", "MaxPool2d", "ReLU"] * 2
+    images = make_images(size=9)
+    assert torch.equal(changed(images), net(images))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.GELU(), nn.LeakyReLU(-0.1), nn.Dropout(0.1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)]
+)
+def test_poolings_stay_behind_other_layers(layer: nn.Module) -> None:
+    with pytest.warns(UserWarning, match="pool_first changed nothing"):
+        assert kinds(apply_surgery(block(layer, nn.MaxPool2d(2))[:3], pool_first()))[1:] == [
+            type(layer).__name__,
+            "MaxPool2d",
+        ]
+
+
+def test_layers_with_hooks_and_indices_are_not_moved() -> None:
+    watched = nn.ReLU()
+    watched.register_forward_hook(lambda *_: None)
+    for layers in ((watched, nn.MaxPool2d(2)), (nn.ReLU(), nn.MaxPool2d(2, return_indices=True))):
+        with pytest.warns(UserWarning, match="pool_first changed nothing"):
+            apply_surgery(nn.Sequential(nn.Conv2d(2, 4, 3), *layers), pool_first())
