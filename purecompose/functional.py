@@ -41,6 +41,7 @@ from purecompose.algorithms._layer_freezing import frozen_layers as frozen_layer
 from purecompose.algorithms._lookahead import pull_back as pull_back
 from purecompose.algorithms._mixup import mixup_batch as mixup_batch
 from purecompose.algorithms._parts.surgery import apply_surgery as apply_surgery
+from purecompose.algorithms._patch_whitening import whitening_filters as whitening_filters
 from purecompose.algorithms._per_example_clipping import (
     clip_per_example as clip_per_example,
     norms_per_example as norms_per_example,

@@ -52,6 +52,7 @@ from purecompose.algorithms._norms import (
     low_precision_groupnorm as low_precision_groupnorm,
     low_precision_layernorm as low_precision_layernorm,
 )
+from purecompose.algorithms._patch_whitening import patch_whitening as patch_whitening
 from purecompose.algorithms._per_example_clipping import per_example_clipping as per_example_clipping
 from purecompose.algorithms._progressive_resizing import progressive_resizing as progressive_resizing
 from purecompose.algorithms._randaugment import randaugment as randaugment
@@ -118,6 +119,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         ema,
         layer_freezing,
         lookahead,
+        patch_whitening,
         schedule_free,
         swa,
         test_time_averaging,

@@ -152,7 +152,7 @@ def ema(
         on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | updates,
         apply,
         traits=frozenset({Trait.AVERAGES_WEIGHTS}),
-        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        runs_after=(Trait.REQUIRED_ON_LOAD, Trait.SETS_WEIGHTS),
         config=config,
     )
 

@@ -85,5 +85,5 @@ def lookahead(
         NEVER if alpha == 1 else on(Event.INIT) | on(Event.BATCH_END) & predicates.every(every),
         apply,
         runs_before=(Trait.AVERAGES_WEIGHTS,),
-        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        runs_after=(Trait.REQUIRED_ON_LOAD, Trait.SETS_WEIGHTS),
     )

@@ -141,7 +141,7 @@ def schedule_free(beta: Annotated[float, Within(0, 1, below=True)] = 0.9, *, nam
         apply,
         traits=frozenset({Trait.READS_OPTIMIZER}),
         runs_before=(Trait.AVERAGES_WEIGHTS,),
-        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        runs_after=(Trait.REQUIRED_ON_LOAD, Trait.SETS_WEIGHTS),
     )
 
 

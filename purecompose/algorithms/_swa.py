@@ -157,7 +157,7 @@ def swa(
         on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | match,
         apply,
         traits=frozenset({Trait.AVERAGES_WEIGHTS}),
-        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        runs_after=(Trait.REQUIRED_ON_LOAD, Trait.SETS_WEIGHTS),
         config=settings,
     )
 

@@ -55,6 +55,7 @@ class Trait(enum.Enum):
     COLLECTS_GRADIENTS = "adds up the gradients of several batches, and keeps them for later"
     CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes or collects them"
     AVERAGES_WEIGHTS = "averages weights: comes after what moves them once the optimizer has"
+    SETS_WEIGHTS = "sets initial weights on purpose, also frozen ones: comes before what copies or averages them"
     SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
     REPLACES_OUTPUTS = "replaces outputs in evaluation and prediction on purpose: means over views of the inputs"
     STOPS_GRADIENTS = "stops gradients on purpose: targets from its own outputs, straight-through estimates"

@@ -280,6 +280,8 @@ def _check_has_place(method: Algorithm, places: Collection[Event], has_batches: 
         raise _refusal(method.name, "it computes gradients again, which only a step can")
     if Trait.READS_OPTIMIZER in method.traits:
         raise _refusal(method.name, "it reads the optimizer, which belongs to the loop")
+    if Trait.SETS_WEIGHTS in method.traits and not _BATCH.isdisjoint(method.events):
+        raise _refusal(method.name, "it sets weights by a pass through the network, which only a step can")
     missing = [event for event in method.events if event not in places]
     if not missing:
         return

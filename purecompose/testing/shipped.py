@@ -240,6 +240,13 @@ _ROWS = (
     ),
     Row("no_op_model", examples=("no_op_model()",), is_alone=True),
     Row(
+        "patch_whitening",
+        examples=("patch_whitening()", "patch_whitening('3', frozen=False)", "patch_whitening(frozen='2ba')"),
+        tasks=("images",),
+        needs=(nn.Conv2d,),
+        fixed=("layer", "frozen"),
+    ),
+    Row(
         "per_example_clipping",
         examples=("per_example_clipping(0.5)", "per_example_clipping(0.5, 0.3, chunk_size=2)"),
         neutral="per_example_clipping(1e999)",

@@ -33,6 +33,7 @@ REFUSED = {
     "training_metrics": "BATCH_START, Event.AFTER_BACKWARD",
     "decoupled_weight_decay": "changes the optimizer",
     "schedule_free": "reads the optimizer",
+    "patch_whitening": "sets weights by a pass",
     "no_op_model": "replaces the whole network",
 }
 """The methods that no other loop can hold, and the reasons. All others are compared with a step."""

@@ -122,9 +122,9 @@ def _check_context(first: State, second: State, labels: tuple[str, str], event: 
     "buffers, and the loss that was differentiated",
     "remember in state.slots[name], by the name that the factory was given; add to metrics: {**state.metrics, name: "
     "value}; draw from state.rng(name) or state.example_rng(name), which use nothing up; list the hparams that it "
-    "writes in its config; go over state.grads or state.context.trainable, not over all of state.params; drop the "
-    "buffers of a forward pass of your own: outputs, _ = state.call(...), or declare Trait.SETS_BUFFERS; report "
-    "another loss as a metric, or declare Trait.EDITS_LOSS",
+    "writes in its config; go over state.grads or state.context.trainable, not over all of state.params (or declare "
+    "Trait.SETS_WEIGHTS); drop the buffers of a forward pass of your own: outputs, _ = state.call(...), or declare "
+    "Trait.SETS_BUFFERS; report another loss as a metric, or declare Trait.EDITS_LOSS",
     exempt=never_acts,
 )
 def own_slot(subject: Subject, case: Case) -> bool:
@@ -163,7 +163,9 @@ def _with_frozen_param(case: Case) -> State:
 def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
     """Return an `around` that raises `Broken` if the algorithm changes what is not its own."""
     own_hparams, own_metrics = {hparam.name for hparam in subject.algorithm.hparams}, set[str]()
-    sets_buffers = Trait.SETS_BUFFERS in subject.algorithm.traits
+    sets_weights, sets_buffers = (
+        trait in subject.algorithm.traits for trait in (Trait.SETS_WEIGHTS, Trait.SETS_BUFFERS)
+    )
 
     def others(state: State, event: Event, frozen: frozenset[str]) -> dict[str, Any]:
         found = {
@@ -176,7 +178,8 @@ def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
         }
         # INIT may replace layers, and an evaluation exchange the weights.
         if event is not Event.INIT and not event.is_eval and not event.is_predict:
-            found["params"] = {name: param for name, param in state.params.items() if name in frozen}
+            kept = () if sets_weights else frozen
+            found["params"] = {name: param for name, param in state.params.items() if name in kept}
             found["buffers"] = {} if sets_buffers else state.buffers
         return found
 
@@ -228,7 +231,7 @@ def _silent_at_init(algorithm: Algorithm) -> str | None:
 @define_law(
     "INIT done twice is INIT done once, in any order, and leaves existing weights as they are",
     "at INIT make the slot from the state's shapes and values, whatever is there already; change weights in later "
-    "events, or by surgery that keeps what they compute",
+    "events, or by surgery that keeps what they compute, or declare Trait.SETS_WEIGHTS",
     exempt=_silent_at_init,
     idle="it does not act at INIT",
 )
@@ -239,9 +242,9 @@ def init_once(subject: Subject, case: Case) -> bool:
         before = snapshot(state, ["params", "buffers"])
         after = act(state)
         if event is Event.INIT:
-            if after.model == state.model:
+            if Trait.SETS_WEIGHTS not in subject.algorithm.traits and after.model == state.model:
                 compare(before, after, _LABELS, fields=["params", "buffers"], event=event)
-            else:
+            elif after.model != state.model:
                 _check_weights_kept(state, after, case)
             _check_twice(after, act(after), "INIT applied to its own result")
         return after
