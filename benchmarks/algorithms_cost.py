@@ -69,8 +69,10 @@ LOOKS_FOR = {
     "stochastic_depth()": "residual",
     "stochastic_depth('sample')": "residual",
     "weight_standardization()": "residual",
+    "activation()": "language",
     "alibi(1)": "language",
     "gated_linear_units()": "language",
+    "qk_norm()": "language",
     "low_precision_layernorm()": "language in bf16",
 }
 """Methods that look for certain layers: how, and on what, they are measured."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from purecompose._support.exports import publish
 from purecompose.algorithms._alibi import alibi as alibi
+from purecompose.algorithms._attention import qk_norm as qk_norm
 from purecompose.algorithms._augmix import augmix as augmix
 from purecompose.algorithms._batch_size_warmup import batch_size_warmup as batch_size_warmup
 from purecompose.algorithms._channels_last import channels_last as channels_last
@@ -34,7 +35,7 @@ from purecompose.algorithms._cutout import cutout as cutout
 from purecompose.algorithms._decoupled_weight_decay import decoupled_weight_decay as decoupled_weight_decay
 from purecompose.algorithms._ema import ema as ema
 from purecompose.algorithms._factorize import factorize as factorize
-from purecompose.algorithms._gated_linear_units import gated_linear_units as gated_linear_units
+from purecompose.algorithms._feed_forward import activation as activation, gated_linear_units as gated_linear_units
 from purecompose.algorithms._gradient_accumulation import gradient_accumulation as gradient_accumulation
 from purecompose.algorithms._gradient_clipping import gradient_clipping as gradient_clipping
 from purecompose.algorithms._gradient_noise_scale import gradient_noise_scale as gradient_noise_scale
@@ -87,6 +88,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         seq_length_warmup,
     ),
     "On the model": (
+        activation,
         alibi,
         blurpool,
         channels_last,
@@ -98,6 +100,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         low_precision_layernorm,
         no_op_model,
         pool_first,
+        qk_norm,
         squeeze_excite,
         stochastic_depth,
         weight_standardization,

@@ -140,7 +140,7 @@ def _attention(module: SelfAttention, site: surgery.Site) -> nn.Module:
     where, kind = f"alibi: {site.name or 'the network'}: expected a SelfAttention", type(module)
     parts = {*module._modules, *module._parameters, *module._buffers}
     is_own = kind.forward is not SelfAttention.forward or kind.bias is not SelfAttention.bias
-    if is_own or parts != {"qkv", "out"}:
+    if is_own or parts - {"qk_norm"} != {"qkv", "out"}:
         raise ValueError(
             f"{where}, got a {kind.__name__}, which overrides forward or bias, or has other parameters; replace it "
             "by a rule of your own (surgery.operate), or leave it out of where="

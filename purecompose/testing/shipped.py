@@ -102,6 +102,7 @@ _UNMIXED_IDS = ("vectors", "soft", "images", "frozen", "zero_head", "double", "b
 _NO_BATCHNORM = ("vectors", "soft", "tokens", "frozen", "zero_head", "double", "bf16_weights")
 
 _ROWS = (
+    Row("activation", examples=("activation()", "activation('tanh')"), tasks=("tokens",), needs=(FeedForward,)),
     Row("alibi", examples=("alibi(0.6)", "alibi(1)"), tasks=("tokens",), needs=(SelfAttention,)),
     Row(
         "augmix",
@@ -260,6 +261,7 @@ _ROWS = (
         tasks=("images",),
         fixed=("initial_scale", "finetune_fraction", "delay_fraction", "resize_targets"),
     ),
+    Row("qk_norm", examples=("qk_norm()", "qk_norm(0.01, scale=0.3)"), tasks=("tokens",), needs=(SelfAttention,)),
     Row(
         "randaugment",
         examples=("randaugment(9, 1)", "randaugment(5, 2, ('rotate', 'equalize', 'sharpness'))"),

@@ -94,6 +94,7 @@ def language() -> Any:
 
 
 METHODS = [
+    (language, alg.activation()),
     (language, alg.alibi()),
     (convolutional, alg.blurpool(min_channels=8)),
     (language, alg.factorize(min_features=8, latent_features=2)),
@@ -101,6 +102,7 @@ METHODS = [
     (convolutional, alg.ghost_batchnorm(2)),
     (convolutional, alg.low_precision_groupnorm()),
     (language, alg.low_precision_layernorm()),
+    (language, alg.qk_norm()),
     (convolutional, alg.squeeze_excite(2, 8)),
     (lambda: models.resnet8(3, 10, width=4), alg.stochastic_depth(drop_rate=0.5)),
     (convolutional, alg.weight_standardization(1)),

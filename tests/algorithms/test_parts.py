@@ -52,6 +52,7 @@ def dropping() -> nn.Module:
 
 
 METHODS: dict[str, tuple[Any, Any, str]] = {
+    "activation": (language, alg.activation, ""),
     "alibi": (language, lambda **options: alg.alibi(1.0, **options), ""),
     "blurpool": (convolutional, lambda **options: alg.blurpool(min_channels=1, **options), ""),
     "factorize": (
@@ -64,12 +65,13 @@ METHODS: dict[str, tuple[Any, Any, str]] = {
     "gyro_dropout": (dropping, lambda: alg.gyro_dropout(0.5, 4, 2), ""),
     "low_precision_groupnorm": (convolutional, alg.low_precision_groupnorm, "bf16"),
     "low_precision_layernorm": (language, alg.low_precision_layernorm, "bf16"),
+    "qk_norm": (language, alg.qk_norm, ""),
     "squeeze_excite": (convolutional, lambda **options: alg.squeeze_excite(0.5, min_channels=1, **options), ""),
     "stochastic_depth": (residual, lambda **options: alg.stochastic_depth(drop_rate=0.5, **options), ""),
     "weight_standardization": (convolutional, alg.weight_standardization, ""),
 }
-CHOOSING = ["alibi", "blurpool", "factorize", "gated_linear_units", "ghost_batchnorm", "squeeze_excite"]
-CHOOSING += ["weight_standardization"]
+CHOOSING = ["activation", "alibi", "blurpool", "factorize", "gated_linear_units", "ghost_batchnorm", "squeeze_excite"]
+CHOOSING += ["qk_norm", "weight_standardization"]
 
 
 def begun(state: State, method: pc.Algorithm) -> State:

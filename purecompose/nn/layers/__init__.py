@@ -33,9 +33,11 @@ from purecompose.nn.layers.transformer import (
     ClassesSecond as ClassesSecond,
     FeedForward as FeedForward,
     GatedLinearUnit as GatedLinearUnit,
+    HeadNorm as HeadNorm,
     NoPositions as NoPositions,
     PositionEmbedding as PositionEmbedding,
     SelfAttention as SelfAttention,
+    SquaredReLU as SquaredReLU,
     alibi_bias as alibi_bias,
     alibi_slopes as alibi_slopes,
 )

@@ -22,6 +22,11 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return is_inherited and not has_hooks(module) and not parametrize.is_parametrized(module)
 
 
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a module's forward is that of the class `kind`; hooks are allowed, for changes that keep them."""
+    return type(module).forward is kind.forward and "forward" not in vars(module)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call runs more than the class's forward: hooks, or a forward set on the instance."""
     return "forward" in vars(module) or any(getattr(module, table) for table in _HOOKS)

@@ -2,6 +2,7 @@
 
     attention(x) = O concat_h softmax(Q_h x (K_h x)^T / sqrt(d)) V_h x
     with linear biases, the logits of head h are   q_i k_j / sqrt(d) - m_h |i - j|
+    with normalised queries and keys, they are     q_i k_j / (rms(q_i) rms(k_j) sqrt(d)),   rms(x)^2 = mean(x^2) + eps
     a gated feed-forward layer                     act(G x) * (N x)
 
 References:
@@ -9,6 +10,9 @@ References:
 
     Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
     Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
+
+    Alex Henry, Prudhvi Raj Dachapally, Shubham Pawar, Yuxuan Chen: Query-Key Normalization for Transformers. Findings
+    of EMNLP 2020. https://arxiv.org/abs/2010.04245
 
     Noam Shazeer: GLU Variants Improve Transformer. 2020. https://arxiv.org/abs/2002.05202
 
@@ -39,6 +43,7 @@ class SelfAttention(nn.Module):
         qkv: (d, 3 d): queries, keys and values, each with the heads one after the other.
         out: (d, d).
         num_heads, is_causal, dropout: As given.
+        qk_norm: Norm of the queries and of the keys of each head, or `None`; `algorithms.qk_norm` sets it.
 
     Raises:
         ValueError: The width is not a multiple of the number of heads, or the dropout is outside of [0, 1).
@@ -57,11 +62,14 @@ class SelfAttention(nn.Module):
         self.dropout: float = check_number(dropout, "SelfAttention: dropout", 0, 1, below=True)
         self.qkv: nn.Linear = nn.Linear(width, 3 * width)
         self.out: nn.Linear = nn.Linear(width, width)
+        self.qk_norm: nn.Module | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, L, d) to (N, L, d)."""
         heads = self.qkv(input).unflatten(-1, (3, self.num_heads, -1))  # (N, L, 3, H, d / H)
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query), self.qk_norm(key)
         bias, dropped = self.bias(query), self.dropout if self.training else 0.0
         is_causal = self.is_causal and bias is None
         mixed = F.scaled_dot_product_attention(
@@ -240,7 +248,7 @@ class AlibiAttention(SelfAttention):
     """`SelfAttention` with linear biases, and with the given layer's parameters and settings.
 
     Args:
-        attention: The layer; its `qkv` and `out` are shared.
+        attention: The layer; its `qkv`, `out` and `qk_norm` are shared.
 
     Example:
         >>> AlibiAttention(SelfAttention(8, 2, is_causal=True))(torch.zeros(3, 5, 8)).shape
@@ -254,11 +262,58 @@ class AlibiAttention(SelfAttention):
         self.dropout: float = attention.dropout
         self.qkv: nn.Linear = attention.qkv
         self.out: nn.Linear = attention.out
+        self.qk_norm: nn.Module | None = attention.qk_norm
 
     def bias(self, query: Tensor) -> Tensor:
         """Return the bias, (H, L, L)."""
         length = query.shape[-2]
         return alibi_bias(self.num_heads, length, is_causal=self.is_causal, dtype=query.dtype, device=query.device)
+
+
+class HeadNorm(nn.Module):
+    """Norm of the queries and keys of a head, without parameters: x / sqrt(mean(x^2) + eps), the mean in float32.
+
+    Args:
+        eps: Number that is added to the mean of the squares, above 0.
+        scale: Factor of the products of queries and keys. Attention divides these by sqrt(d), so both are multiplied by
+            sqrt(scale sqrt(d)); by default by 1.
+
+    Example:
+        >>> HeadNorm(1e-6)(torch.tensor([[3.0, 4.0, 0.0, 0.0]]))
+        tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
+    """
+
+    def __init__(self, eps: float, scale: float | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., d) to the same shape and dtype."""
+        width, wide = input.shape[-1], torch.promote_types(input.dtype, torch.float32)
+        # Not F.rms_norm: the norm of a vector takes a pass over the input less, and so does its derivative.
+        length = torch.linalg.vector_norm(input, dim=-1, keepdim=True, dtype=wide)
+        factor = (length * length / width + self.eps).rsqrt()
+        if self.scale is not None:
+            factor = factor * math.sqrt(self.scale * math.sqrt(width))
+        return input * factor.to(input.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"eps={self.eps}, scale={self.scale}"
+
+
+class SquaredReLU(nn.Module):
+    """The activation max(0, x)^2.
+
+    Example:
+        >>> SquaredReLU()(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (...) to the same shape."""
+        return torch.relu(input).square()
 
 
 class NoPositions(nn.Module):

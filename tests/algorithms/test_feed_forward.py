@@ -1,4 +1,4 @@
-"""Gated linear units: the block against a formula in double precision, and the surgery's kept and new weights."""
+"""Feed-forward blocks with gates or other activations: formulas in double precision, and kept and new weights."""
 
 import copy
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch.nn.utils import parametrize
 
 import purecompose as pc
 from purecompose import losses, optim
-from purecompose.algorithms import gated_linear_units
-from purecompose.algorithms._gated_linear_units import ACTIVATIONS
-from purecompose.nn.layers import FeedForward, GatedLinearUnit, SelfAttention
+from purecompose.algorithms import activation, gated_linear_units
+from purecompose.algorithms._feed_forward import ACTIVATIONS
+from purecompose.nn.layers import FeedForward, GatedLinearUnit, SelfAttention, SquaredReLU
 from purecompose.nn.models import gpt
 from tests.algorithms.surgery_checks import applied, hooked, patched
 
@@ -25,6 +25,7 @@ BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: x * (x > 0),
     "sigmoid": lambda x: 1 / (1 + (-x).exp()),
     "silu": lambda x: x / (1 + (-x).exp()),
+    "squared_relu": lambda x: x * x * (x > 0),
     "tanh": lambda x: (x.exp() - (-x).exp()) / (x.exp() + (-x).exp()),
 }
 
@@ -261,3 +262,57 @@ def test_a_block_without_an_activation_is_refused() -> None:
 def test_a_module_as_activation_is_a_setting() -> None:
     own = pc.algorithms.gated_linear_units(nn.SiLU())
     assert isinstance(own.config["act_fn"], nn.SiLU) and own != pc.algorithms.gated_linear_units()
+
+
+# Other activations
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_a_new_activation_is_the_formula(act: str) -> None:
+    block, input = FeedForward(4, 6, nn.Softplus()), make_inputs(0, 5)
+    module: Any = pc.to_module(applied(make_state(block), activation(act))[0]).double()
+    weights: Any = copy.deepcopy(block).double()
+    expected = weights.down(BY_HAND[act](weights.up(input.double())))
+    torch.testing.assert_close(module(input.double()), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_only_the_activation_is_new() -> None:
+    state = make_state(gpt(7, 8, width=8, depth=2, num_heads=2))
+    after, report = applied(state, activation())
+    assert report.replaced == ("blocks.0.feed_forward", "blocks.1.feed_forward")
+    assert all(after.params[name] is state.params[name] for name in {*after.params, *state.params})
+    again, _ = applied(after, activation())
+    assert again.model == after.model and not pc.tree.diff(again.params, after.params)
+    _, report = applied(make_state(FeedForward(4, 6, nn.PReLU())), activation())
+    assert report.dropped == ("act.weight",) and not report.made
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_activation_of_a_gate_is_replaced(is_first: bool) -> None:
+    state, input = make_state(), make_inputs(0, 5)
+    for method in [activation(), gated_linear_units()][:: 1 if is_first else -1]:
+        state = applied(state, method)[0]
+    _, expected = by_hand(state, input, BY_HAND["squared_relu"])
+    torch.testing.assert_close(state.forward(input).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_with_their_own_forward_keep_their_activation_and_hooks_stay() -> None:
+    net = nn.Sequential(Reads(4, 6), patched(FeedForward(4, 6)), hooked(FeedForward(4, 6)))
+    after, report = applied(make_state(net), activation())
+    assert report.replaced == ("2",)
+    module, input = pc.to_module(after), make_inputs(0, 5)
+    block: Any = module.get_submodule("2")
+    assert isinstance(block.act, SquaredReLU)
+    torch.testing.assert_close(block(input), 2 * block.down(torch.relu(block.up(input)) ** 2))
+
+
+def test_no_blocks_are_warned_about_and_unknown_names_are_refused() -> None:
+    with pytest.warns(UserWarning, match="activation changed nothing: it looked for FeedForward or GatedLinearUnit"):
+        applied(make_state(nn.Linear(2, 2)), activation())
+    with pytest.raises(
+        ValueError, match="activation: act_fn: expected one of 'gelu', .*'squared_relu', .* got 'swish'"
+    ):
+        activation("swish")
+    wrong: Any = nn.ReLU()
+    with pytest.raises(TypeError, match="activation: act_fn: expected a str, one of 'gelu', .* got ReLU"):
+        activation(wrong)

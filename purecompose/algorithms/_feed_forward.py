@@ -1,4 +1,4 @@
-"""Gated linear units: replaces the first half of each feed-forward block by a product of two layers."""
+"""Methods on feed-forward blocks: other activations, and gated linear units."""
 
 import copy
 import dataclasses
@@ -14,16 +14,31 @@ from purecompose._support.checks import shown
 from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import changed, stand_in, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
-from purecompose.nn.layers._forms import is_plain, is_tied
-from purecompose.nn.layers.transformer import FeedForward, GatedLinearUnit
+from purecompose.nn.layers._forms import computes_as, is_plain, is_tied
+from purecompose.nn.layers.transformer import FeedForward, GatedLinearUnit, SquaredReLU
 
 
-ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
-    {"gelu": nn.GELU, "identity": nn.Identity, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU, "tanh": nn.Tanh}
+ACTIVATIONS: Mapping[str, type[nn.Module]] = MappingProxyType(
+    {
+        "gelu": nn.GELU,
+        "identity": nn.Identity,
+        "relu": nn.ReLU,
+        "sigmoid": nn.Sigmoid,
+        "silu": nn.SiLU,
+        "squared_relu": SquaredReLU,
+        "tanh": nn.Tanh,
+    }
 )
 """Map from the names of activations to their modules."""
 
 _BERT, _GPT2, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "roberta"))
+
+
+def _checked_name(act_fn: Any, where: str) -> str:
+    """Require the name of an activation."""
+    if not isinstance(act_fn, str):
+        raise TypeError(f"{where}: expected a str, one of {', '.join(map(repr, ACTIVATIONS))}, got {shown(act_fn)}")
+    return _checked_act(act_fn, where)
 
 
 def _checked_act(act_fn: Any, where: str) -> Any:
@@ -103,7 +118,7 @@ def gated_linear_units(
         return new
 
     def feed_forward(module: FeedForward, site: surgery.Site) -> nn.Module | None:
-        if not _computes_as(module, FeedForward) or not _is_free(module.up, nn.Linear, site):
+        if not computes_as(module, FeedForward) or not _is_free(module.up, nn.Linear, site):
             return None
         return changed(module, up=unit(module.up, module.act, site), act=nn.Identity())
 
@@ -115,7 +130,7 @@ def gated_linear_units(
 
     def gpt2(module: Any, site: surgery.Site) -> nn.Module | None:
         kinds = _class_of(module, "GPT2MLP"), _class_of(module.c_fc, "Conv1D")
-        if not _computes_as(module, kinds[0]) or not _is_free(module.c_fc, kinds[1], site):
+        if not computes_as(module, kinds[0]) or not _is_free(module.c_fc, kinds[1], site):
             return None
         return changed(module, c_fc=unit(module.c_fc, module.act, site), act=nn.Identity())
 
@@ -134,14 +149,68 @@ def gated_linear_units(
     return dataclasses.replace(method, config=config | ({} if where is None else {"where": tuple(where)}))
 
 
+@factory
+def activation(
+    act_fn: Annotated[str, _checked_name] = "squared_relu", *, where: Where = None, name: str = "activation"
+) -> Algorithm:
+    """Replace the activations of feed-forward blocks.
+
+        down(old(up(x)))   becomes   down(act(up(x))),   with act(x) = max(0, x)^2 for "squared_relu"
+
+    The squared ReLU is that of Primer. Weights, their number and the rest of the block do not change; parameters of the
+    old activation are removed. In a block with a gated linear unit, the activation of the gate is replaced. It supports
+    the same blocks as `gated_linear_units`, except for those that override forward.
+
+    Events: INIT. Reads and replaces: the model only.
+
+    Args:
+        act_fn: The new activation, one of `ACTIVATIONS`: "gelu", "identity", "relu", "sigmoid", "silu", "squared_relu"
+            or "tanh".
+        where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
+        name: Name of the algorithm.
+
+    Raises:
+        TypeError, ValueError: Not a name, or an unknown one.
+
+    Warns:
+        UserWarning: At INIT: the network has no supported feed-forward blocks.
+
+    Example:
+        >>> activation()
+        activation(act_fn='squared_relu')
+
+    References:
+        David R. So et al.: Primer: Searching for Efficient Transformers for Language Modeling. NeurIPS 2021.
+        https://arxiv.org/abs/2109.08668
+    """
+
+    def rule(attribute: str, *classes: str) -> surgery.Rule:
+        """Return the rule for classes of these names, by the attribute that is their activation."""
+
+        def block(module: Any, site: surgery.Site) -> nn.Module | None:
+            del site
+            is_gated = any(isinstance(child, GatedLinearUnit) for child in module.children())  # it has the activation
+            if is_gated or not computes_as(module, _class_of(module, *classes)):
+                return None
+            new: dict[str, Any] = {attribute: ACTIVATIONS[act_fn]()}
+            return changed(module, **new)
+
+        return block
+
+    intermediate = rule("intermediate_act_fn", "BertIntermediate", "RobertaIntermediate")
+    rules = {
+        FeedForward: rule("act", "FeedForward"),
+        GatedLinearUnit: rule("act", "GatedLinearUnit"),
+        stand_in(_BERT, "BertIntermediate"): intermediate,
+        stand_in(_ROBERTA, "RobertaIntermediate"): intermediate,
+        stand_in(_GPT2, "GPT2MLP"): rule("act", "GPT2MLP"),
+    }
+    return surgery_method(name, rules, where)
+
+
 def _class_of(module: nn.Module, *names: str) -> type[nn.Module]:
     """Return the first class in the module's MRO with one of the names, or `nn.Module` if there is none."""
     return next((kind for kind in type(module).__mro__ if kind.__name__ in names), nn.Module)
-
-
-def _computes_as(block: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a block's forward is the class's own; hooks are allowed, since they are kept."""
-    return type(block).forward is kind.forward and "forward" not in vars(block)
 
 
 def _is_free(layer: nn.Module, kind: type[nn.Module], site: surgery.Site) -> bool:
