@@ -51,6 +51,7 @@ from purecompose.algorithms._progressive_resizing import (
     resize_batch as resize_batch,
 )
 from purecompose.algorithms._randaugment import randaugment_batch as randaugment_batch
+from purecompose.algorithms._random_crop import random_crop_batch as random_crop_batch
 from purecompose.algorithms._sam import perturb_params as perturb_params
 from purecompose.algorithms._schedule_free import schedule_free_step as schedule_free_step
 from purecompose.algorithms._selective_backprop import (

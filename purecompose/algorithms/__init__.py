@@ -57,6 +57,7 @@ from purecompose.algorithms._patch_whitening import patch_whitening as patch_whi
 from purecompose.algorithms._per_example_clipping import per_example_clipping as per_example_clipping
 from purecompose.algorithms._progressive_resizing import progressive_resizing as progressive_resizing
 from purecompose.algorithms._randaugment import randaugment as randaugment
+from purecompose.algorithms._random_crop import random_crop as random_crop
 from purecompose.algorithms._sam import sam as sam
 from purecompose.algorithms._scale_schedule import scale_schedule as scale_schedule
 from purecompose.algorithms._schedule_free import schedule_free as schedule_free
@@ -84,6 +85,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         mixup,
         progressive_resizing,
         randaugment,
+        random_crop,
         selective_backprop,
         seq_length_warmup,
     ),

@@ -269,6 +269,13 @@ _ROWS = (
         tasks=("images",),
         fixed=("depth",),
     ),
+    Row(
+        "random_crop",
+        examples=("random_crop(1)", "random_crop(2, 'zeros', crop_targets=False)"),
+        neutral="random_crop(0)",
+        tasks=("images",),
+        fixed=("padding", "crop_targets"),
+    ),
     Row("sam", examples=("sam()", "sam(0.5, every=2)"), neutral="sam(0)"),
     Row("schedule_free", examples=("schedule_free()", "schedule_free(0.0)")),
     Row(
