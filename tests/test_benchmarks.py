@@ -42,12 +42,20 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run_script
 
 
-QUICK = {"unmatched", "quality/ensemble", "products"}
+QUICK = {"unmatched", "quality/ensemble", "quality/rates", "quality/ensemble_time", "quality/schedules", "products"}
 SCRIPTS: list[tuple[str, str, Callable[[list[dict[str, Any]]], bool]]] = [
     ("unmatched", "", lambda rows: [row["algorithms"] for row in rows] == ["none", "five", "none again"]),
     ("sparse_updates", "--rows 50000", lambda rows: [row["side"] for row in rows] == ["by hand", "ours"] * 3),
     ("recording", "", lambda rows: all(10 < row["checkpoints of 100,000 batches"] <= 20 for row in rows)),
     ("quality/ensemble", "", lambda rows: rows[3]["parameters"] == 8 * rows[0]["parameters"]),
+    # The same training, compiled and traced.
+    ("quality/rates", "", lambda rows: len(rows) == 5 and rows[2]["accuracy, %"] == rows[3]["accuracy, %"]),
+    (
+        "quality/ensemble_time",
+        "",
+        lambda rows: all(row["accuracy, %"] > row["accuracy of a member, %"] for row in rows),
+    ),
+    ("quality/schedules", "", lambda rows: rows[0]["trainings to its loss, of random search"] == "1.00"),
     ("quality/finetuning", "", lambda rows: rows[0]["of plain"] == rows[0]["time to it, of plain"] == "1.00"),
     ("products", "", lambda rows: rows[0]["side"] == "torch" and all(row["GFLOP/s"] > 0 for row in rows)),
     ("step_overhead", "", lambda rows: all((row["of by hand"] == 1.0) >= (row["side"] == "by hand") for row in rows)),
@@ -143,6 +151,51 @@ def test_tasks_train_with_the_recipes_of_the_library(name: str, monkeypatch: pyt
     assert parts.optimizer == recipe.optimizer and script["RECIPE"]["batch_size"] == recipe.batch_size
     assert f"{script['length'](script['RECIPE'])}ba" == recipe.duration
     assert list(map(repr, parts.methods)) == list(map(repr, recipe.methods))
+
+
+@pytest.fixture
+def quality(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Return the names of a script of the folder `quality`, without running it."""
+    monkeypatch.setattr(sys, "path", [str(FOLDER / "quality"), str(FOLDER), *sys.path])
+    return lambda name: runpy.run_path(str(FOLDER / "quality" / f"{name}.py"))
+
+
+def test_rungs_halve_to_the_members_with_the_least_loss(quality: Any) -> None:
+    members = quality("_members")
+    calls: list[tuple[list[int], int]] = []
+    losses = {0: 0.4, 1: math.nan, 2: 0.1, 3: 0.3}
+
+    def train(chosen: list[int], until: int) -> list[float]:
+        calls.append((chosen, until))
+        return [losses[index] - until / 100 for index in chosen]
+
+    given = [members["Member"](seed, 0.1) for seed in losses]
+    settings = {"rungs": [[1 / 4, 4], [1 / 2, 2], [1.0, 1]], "short": True}
+    found = members["in_rungs"](given, settings, train, torch.tensor, members["seconds"]())
+    assert calls == [([0, 1, 2, 3], 4), ([2, 3], 8), ([2], 16)]
+    assert found.members == [given[2]] and found.losses == [pytest.approx(0.1 - 0.16)]
+    assert found.outputs.tolist() == [2] and found.known <= found.seconds
+
+
+def test_both_searches_for_a_schedule_train_alike(quality: Any) -> None:
+    script = quality("schedules")
+    s, places = {**script["SEARCH"].short, "short": True}, torch.tensor([0.6, 0.7, 0.4, 0.5])
+    rates, momentum = script["schedule_of"](places, 4)
+    peak, warmup, last = 0.003 * 1000**0.6, 0.01 * 50**0.7, 0.01 * 100**0.4
+    assert momentum.item() == pytest.approx(0.9)
+    down = [1 - (1 - last) * (elapsed - warmup) / (1 - warmup) for elapsed in (0.375, 0.625, 0.875)]
+    assert rates.tolist() == pytest.approx([peak * 0.125 / warmup, *(peak * one for one in down)])
+
+    batches = script["batches_of"](3, s)
+    net = script["trained_plainly"](places, 3, s, batches)
+    state = script["trained"](pc.compose(pc.loop_events), script["new_state"](3, s), places, batches)
+    torch.testing.assert_close(dict(state.params), dict(net.named_parameters()))
+
+
+def test_tables_without_results_are_left_out(quality: Any) -> None:
+    report = quality("report")
+    assert report["markdown"](report["saved_rows"]("missing")) == ""
+    assert list(report["saved_rows"]("finetuning", ["side"])[0]) == ["side"]
 
 
 @pytest.mark.slow

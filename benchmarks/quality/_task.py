@@ -95,14 +95,14 @@ def run(task: Task, text: str | None) -> None:
     if args.short or args.set != "{}":
         settings = {**json.loads(args.set), **({"short": True} if args.short else {})}
         for side in sides:
-            _tell(task, _in_process(side, TUNING_SEEDS, task.settings(side, precisions[0], **settings)))
+            _tell(task, in_process(side, TUNING_SEEDS, task.settings(side, precisions[0], **settings)))
         return
     wanted = _to_tune(task, sides, precisions) if args.tune else _to_report(task, sides, precisions, args.seeds)
     path = args.records / (f"{task.name}_tuning.jsonl" if args.tune else f"{task.name}.jsonl")
     done = [(r["side"], r["seed"], r["settings"]) for r in records(path)]
     for one in wanted:
         if one not in done:
-            record = _in_process(*one)
+            record = in_process(*one)
             args.records.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -143,7 +143,7 @@ def _to_tune(task: Task, sides: Sequence[str], precisions: Sequence[str]) -> Ite
                 yield side, seed, task.settings(side, precisions[0], **settings)
 
 
-def _in_process(side: str, seed: int, settings: Settings) -> dict[str, Any]:
+def in_process(side: str, seed: int, settings: Settings) -> dict[str, Any]:
     """Return the record of a run in a new process, with an empty cache of compiled code."""
     one = json.dumps({"side": side, "seed": seed, "settings": settings})
     command = [sys.executable, str(pathlib.Path(sys.argv[0]).resolve()), "--one", one]

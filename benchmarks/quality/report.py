@@ -120,11 +120,22 @@ def score_rows() -> list[Row]:
     ]
 
 
-def finetuning_rows() -> list[Row]:
-    """Return the table of `finetuning.py`, as it was saved."""
-    rows = json.loads((RESULTS / "quality_finetuning.json").read_text())["rows"]
-    shown = ("side", "batches", "loss at the end", "difference from plain", "a batch, of plain", "time to it, of plain")
-    return [{name: row[name] for name in shown} for row in rows]
+FINETUNING = (
+    "side",
+    "batches",
+    "loss at the end",
+    "difference from plain",
+    "a batch, of plain",
+    "time to it, of plain",
+)
+"""Columns of the table of `finetuning.py` that are shown."""
+
+
+def saved_rows(name: str, columns: Sequence[str] | None = None) -> list[Row]:
+    """Return the table that another script has saved, or some of its columns; no rows if it has not been run."""
+    path = RESULTS / f"quality_{name}.json"
+    rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [{column: row[column] for column in columns or row} for row in rows]
 
 
 def soonest(task: Task, runs: Runs, name: str) -> dict[int, float]:
@@ -216,7 +227,9 @@ def draw_short(tasks: Sequence[Task], path: pathlib.Path) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the rows as a table of Markdown."""
+    """Return the rows as a table of Markdown; nothing if there are none."""
+    if not rows:
+        return ""
     head = list(rows[0])
     lines = [head, ["---"] * len(head), *[[str(row[name]) for name in head] for row in rows]]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -242,7 +255,8 @@ def main() -> None:
     tables = {
         ROOT / "docs" / "quality.md": {
             "quality": markdown(rows),
-            "finetuning": markdown(finetuning_rows()),
+            "finetuning": markdown(saved_rows("finetuning", FINETUNING)),
+            **{name: markdown(saved_rows(name)) for name in ("rates", "ensemble_time", "schedules")},
             "scores": markdown(score_rows()),
         },
         ROOT / "README.md": {"quality": markdown([*map(short_row, TASKS)])},
