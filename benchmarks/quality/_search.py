@@ -78,7 +78,7 @@ def run(search: Search, text: str | None) -> None:
     parser.add_argument("--backend", default="inductor", help="what compiles with --short (default %(default)s)")
     parser.add_argument("--short", action="store_true", help="a few batches of small images, to see that it runs")
     parser.add_argument("--records", type=pathlib.Path, default=RECORDS, help="folder of the records")
-    parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON (default: results/, with --short none)")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON (default: results/, or none)")
     parser.add_argument("--one", metavar="JSON", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sides = args.side or list(search.sides)
@@ -94,7 +94,8 @@ def run(search: Search, text: str | None) -> None:
         return
     else:
         found = recorded(search, to_report(search, sides, args.seeds), args.records / f"{search.name}.jsonl")
-    save(f"quality_{search.name}", search.rows(found), args.out or (None if args.short else RESULTS))
+    is_kept = not args.short and args.side is None
+    save(f"quality_{search.name}", search.rows(found), args.out or (RESULTS if is_kept else None))
 
 
 Run = tuple[str, int, Settings]
