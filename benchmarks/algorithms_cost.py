@@ -86,9 +86,10 @@ NOTHING_TO_MEASURE = {
     "low_precision_groupnorm",
     "layer_freezing",
     "test_time_averaging",
+    "initialize",
 }
 """One trains nothing, one is another's name, no network here has the third one's layers, one has a benchmark of its
-own, `layer_freezing.py`, and the last one does nothing in training."""
+own, `layer_freezing.py`, and the last two do nothing in a training step."""
 
 
 def measured(row: ShippedRow, is_all: bool) -> list[tuple[str, str]]:

@@ -124,6 +124,11 @@ def divided(tensor: Tensor, place: Place | None) -> Tensor:
     return tensor if place is None else placed(rows_of(tensor, place.mesh), place)
 
 
+def laid_as(value: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor with the dtype and strides of another one, and divided among processes as it is."""
+    return divided(torch.empty_like(whole(like)).copy_(value), place_of(like))
+
+
 def rows_of(tensor: Tensor, mesh: Any) -> Tensor:
     """Return the rows of a whole tensor that this process holds on a mesh, copied."""
     start, stop = _span(tensor.shape[0], mesh)

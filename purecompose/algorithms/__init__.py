@@ -41,6 +41,7 @@ from purecompose.algorithms._gradient_clipping import gradient_clipping as gradi
 from purecompose.algorithms._gradient_noise_scale import gradient_noise_scale as gradient_noise_scale
 from purecompose.algorithms._gradient_norm import gradient_norm as gradient_norm
 from purecompose.algorithms._gyro_dropout import gyro_dropout as gyro_dropout
+from purecompose.algorithms._initialize import initialize as initialize
 from purecompose.algorithms._label_smoothing import label_smoothing as label_smoothing
 from purecompose.algorithms._layer_freezing import layer_freezing as layer_freezing
 from purecompose.algorithms._lookahead import lookahead as lookahead
@@ -122,6 +123,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         batch_size_warmup,
         decoupled_weight_decay,
         ema,
+        initialize,
         layer_freezing,
         lookahead,
         patch_whitening,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from purecompose import tree
 from purecompose._support.checks import shown
 from purecompose._support.messages import warn
-from purecompose._support.shards import divided, place_of, whole
+from purecompose._support.shards import laid_as, whole
 from purecompose.algorithms._parts.surgery import warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -216,19 +216,14 @@ def _whitened(state: State, name: str, found: _Found, eps: float) -> State:
             return node
         held = whole(node[found.weight])
         is_copy = (held == old.to(held.dtype)).all()
-        return {**node, found.weight: _laid_as(torch.where(is_copy, new.to(held.dtype), held), node[found.weight])}
+        return {**node, found.weight: laid_as(torch.where(is_copy, new.to(held.dtype), held), node[found.weight])}
 
     trains = found.weight not in state.context.frozen
     memory = state.slots, state.opt_state
     slots, opt_state = tree.map(followed, memory, is_leaf=is_held) if trains else memory
     slots = {**slots, name: PatchWhitening(values.float())}
-    params = {**state.params, found.weight: _laid_as(new, state.params[found.weight])}
+    params = {**state.params, found.weight: laid_as(new, state.params[found.weight])}
     return state.replace(params=params, slots=slots, opt_state=opt_state)
-
-
-def _laid_as(value: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the strides of another one, and divided among processes as it is."""
-    return divided(torch.empty_like(whole(like)).copy_(value), place_of(like))
 
 
 def _components(inputs: Tensor, kernel_size: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -204,6 +204,13 @@ _ROWS = (
         neutral="gyro_dropout(0)",
         fixed=("sigma", "tau"),
     ),
+    Row(
+        "initialize",
+        examples=("initialize('dirac')", "initialize('zeros', '5.*')", "initialize('orthogonal', '[58].*')"),
+        tasks=("images",),
+        needs=(nn.Conv2d,),
+        fixed=("how", "where"),
+    ),
     Row("label_smoothing", examples=("label_smoothing(0.1)", "label_smoothing(1)"), neutral="label_smoothing(0)"),
     Row(
         "layer_freezing",

@@ -17,6 +17,7 @@ from purecompose.integrations import LoopMethods
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation": (2,),
     "gradient_clipping": ("norm", 0.05),
+    "initialize": ("zeros", "5.*"),
     "per_example_clipping": (1.0,),
 }
 REFUSED = {
