@@ -16,6 +16,7 @@ selective backprop does in a step.
 """
 
 from purecompose._support.exports import publish
+from purecompose.algorithms._alternating_flip import alternating_flip_batch as alternating_flip_batch
 from purecompose.algorithms._augmix import augmix_batch as augmix_batch
 from purecompose.algorithms._batch_size_warmup import warmup_batch_size as warmup_batch_size
 from purecompose.algorithms._channels_last import to_channels_last as to_channels_last

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from purecompose._support.exports import publish
 from purecompose.algorithms._alibi import alibi as alibi
+from purecompose.algorithms._alternating_flip import alternating_flip as alternating_flip
 from purecompose.algorithms._attention import qk_norm as qk_norm
 from purecompose.algorithms._augmix import augmix as augmix
 from purecompose.algorithms._batch_size_warmup import batch_size_warmup as batch_size_warmup
@@ -77,6 +78,7 @@ publish(__name__)
 
 GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
     "On the batch": (
+        alternating_flip,
         augmix,
         colout,
         cutmix,

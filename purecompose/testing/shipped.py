@@ -105,6 +105,12 @@ _ROWS = (
     Row("activation", examples=("activation()", "activation('tanh')"), tasks=("tokens",), needs=(FeedForward,)),
     Row("alibi", examples=("alibi(0.6)", "alibi(1)"), tasks=("tokens",), needs=(SelfAttention,)),
     Row(
+        "alternating_flip",
+        examples=("alternating_flip()", "alternating_flip(mirror_targets=False)"),
+        tasks=("images",),
+        fixed=("mirror_targets",),
+    ),
+    Row(
         "augmix",
         # Few operations, because each is compiled for every step of a chain; RandAugment's examples have all of them.
         examples=(
