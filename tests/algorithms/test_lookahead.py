@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from purecompose import State, algorithms as alg, compose, loop_events, optim, tree
+from purecompose import State, algorithms as alg, compose, loop_events, optim, schedule, tree
 from purecompose.algorithms._gradient_accumulation import gradient_accumulation
 from purecompose.algorithms._lookahead import lookahead, pull_back
 from purecompose.surgery.weights import averages_in
@@ -115,3 +115,30 @@ def test_slow_weights_of_a_parameter_frozen_since_init_follow_it():
     assert not torch.equal(weight, start.params["0.weight"])
     assert torch.equal(state.params["0.weight"], weight) and torch.equal(slow_of(state)["0.weight"], weight)
     assert slow_of(state).keys() == slow_of(start).keys()
+
+
+def test_a_share_of_slow_weights_that_grows_and_a_triangle_of_rates_are_those_of_a_plain_program():
+    """The program of airbench: rates by interpolation at the step before, the decay at the step after the update."""
+    triangle = schedule.sequence([schedule.linear(0.2, 1.0), schedule.linear(1.0, 0.07)], ["0.25dur"])
+    alpha = schedule.scheduled(lambda now: 1 - 0.95**5 * (now.elapsed() or 0.0) ** 3)
+    net, total = wide_net(), 20
+    step = compose(loop_events, [lookahead(alpha, every=5)])
+    state = started(step, helpers.make_state(net, duration="20ba"), optim.sgd(0.3 * triangle, momentum=0.85))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.85)
+    slow, rates = [param.detach().clone() for param in net.parameters()], []
+    for number in range(total):
+        rates.append(0.2 + 0.8 * number / 5 if number < 5 else 1.0 - 0.93 * (number - 5) / 15)
+        optimizer.param_groups[0]["lr"] = 0.3 * rates[-1]
+        batch = wide(BATCHES[number % len(BATCHES)])
+        optimizer.zero_grad()
+        F.cross_entropy(net(batch[0]), batch[1]).backward()
+        optimizer.step()
+        if (number + 1) % 5 == 0:
+            for low, param in zip(slow, net.parameters(), strict=True):
+                low.lerp_(param.detach(), 1 - 0.95**5 * ((number + 1) / total) ** 3)
+                param.data.copy_(low)
+        state = step(state, batch)
+        for name, param in net.named_parameters():
+            torch.testing.assert_close(state.params[name], param.detach())
+    assert (rates[0], rates[5]) == (0.2, 1.0)
+    assert triangle(state.timestamp) == pytest.approx(0.07)
