@@ -61,9 +61,9 @@ class AccumulatedGradients(NamedTuple):
             num = torch.where(is_good, num, 0)
         names = [name for name in self.sums if name in grads]
         old = [self.sums[name] for name in names]
-        added = lists.add(old, [grads[name].to(total.dtype) for name, total in zip(names, old, strict=True)], num)
-        if not lists.is_plain() or is_fake(num) or num.device.type != "cpu" or num.item() <= 0:
-            # The mean over no terms may be NaN.
+        scale = lists.known(num)
+        added = lists.add(old, [grads[name].to(total.dtype) for name, total in zip(names, old, strict=True)], scale)
+        if isinstance(scale, Tensor) or scale <= 0:  # the mean over no terms may be NaN
             added = [torch.where(num > 0, new, total) for new, total in zip(added, old, strict=True)]
         sums = self.sums | dict(zip(names, added, strict=True))
         reached = self._where(grads)
@@ -88,9 +88,8 @@ class AccumulatedGradients(NamedTuple):
     def mean(self, grads: dict[str, Tensor], of_nothing: float = 0.0) -> dict[str, Tensor]:
         """Return the mean gradients, with the names and dtypes of `grads`; without terms they are `of_nothing`."""
         total = torch.where(self.num_terms > 0, self.num_terms, 1)
-        means = {
-            name: (self.sums[name] / total.to(self.sums[name].dtype)).to(grad.dtype) for name, grad in grads.items()
-        }
+        wide_means = lists.divide([self.sums[name] for name in grads], [total] * len(grads))
+        means = {name: mean.to(grads[name].dtype) for name, mean in zip(grads, wide_means, strict=True)}
         if of_nothing == 0:  # the sums are 0 already
             return means
         return {name: torch.where(self.num_terms > 0, mean, of_nothing) for name, mean in means.items()}
