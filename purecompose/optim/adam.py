@@ -106,7 +106,7 @@ def adam(
         Kingma and Ba, Adam: a method for stochastic optimization, 2015, arXiv:1412.6980.
         Reddi, Kale, Kumar, On the convergence of Adam and beyond, 2018, arXiv:1904.09237 (amsgrad).
     """
-    return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups)
+    return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups=groups)
 
 
 @suggests_keywords
@@ -117,6 +117,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: Scalar = 1e-2,
     amsgrad: bool = False,
+    cautious_decay: bool = False,
     groups: GivenGroups = (),
 ) -> Adam:
     """Return Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
@@ -126,6 +127,8 @@ def adamw(
 
     Args:
         lr, betas, eps, weight_decay, amsgrad, groups: As for `adam`.
+        cautious_decay: Decay only elements whose update u and weight p do not have opposite signs:
+            p <- p - lr * (u + weight_decay * p) where u * p >= 0, otherwise p <- p - lr * u.
 
     Example:
         >>> params = {"w": torch.tensor([1.0])}
@@ -135,8 +138,9 @@ def adamw(
 
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
+        Chen et al., Cautious weight decay, 2025, arXiv:2510.12402.
     """
-    return Adam(lr, betas, eps, weight_decay, amsgrad, "by rate", groups)
+    return Adam(lr, betas, eps, weight_decay, amsgrad, "by rate", cautious_decay, groups)
 
 
 @suggests_keywords
@@ -147,6 +151,7 @@ def decoupled_adamw(
     eps: float = 1e-8,
     weight_decay: Scalar = 1e-5,
     amsgrad: bool = False,
+    cautious_decay: bool = False,
     groups: GivenGroups = (),
 ) -> Adam:
     """Return Adam with weight decay that is decoupled from the learning rate, too, as in Composer's DecoupledAdamW.
@@ -161,6 +166,7 @@ def decoupled_adamw(
 
     Args:
         lr, betas, eps, weight_decay, amsgrad, groups: As for `adam`.
+        cautious_decay: As for `adamw`.
 
     Example:
         >>> params = {"w": torch.tensor([1.0])}
@@ -171,7 +177,7 @@ def decoupled_adamw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    return Adam(lr, betas, eps, weight_decay, amsgrad, "by schedule", groups)
+    return Adam(lr, betas, eps, weight_decay, amsgrad, "by schedule", cautious_decay, groups)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -184,6 +190,7 @@ class Adam(ByGroup):
     weight_decay: Rate
     amsgrad: bool
     decay: Decay = dataclasses.field(repr=False)
+    cautious_decay: bool = False
     groups: Any = ()
     is_elementwise = True
 
@@ -202,10 +209,10 @@ class Adam(ByGroup):
         if isinstance(beta1, float) and isinstance(beta2, float) and _can_fuse(params):
             if self.decay == "coupled":
                 grads, _ = decayed("coupled", grads, params, self.weight_decay, self.lr, value)
-            decoupled = shrinkage(self.decay, self.weight_decay, self.lr, value)
+            decoupled = shrinkage(self.decay, self.moving_decay, self.lr, value)
             return _fused(params, grads, slots, lr=lr, shrinkage=decoupled, betas=(beta1, beta2), eps=self.eps)
 
-        grads, params = decayed(self.decay, grads, params, self.weight_decay, self.lr, value)
+        grads, params = decayed(self.decay, grads, params, self.moving_decay, self.lr, value)
         steps = increment(slots["step"])
         averages = lerp(slots["exp_avg"], grads, 1 - beta1)
         squares = lerp(slots["exp_avg_sq"], multiply(grads, grads), 1 - beta2)

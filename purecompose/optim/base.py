@@ -22,7 +22,7 @@ from torch import Tensor
 
 from purecompose._support.checks import shown
 from purecompose._support.shards import divided, is_shard, local, may_be_shards, place_of, placed, whole
-from purecompose.optim.lists import add, alike, is_plain
+from purecompose.optim.lists import add, alike, is_plain, multiply, sign
 from purecompose.optim.protocol import OptState, Value
 from purecompose.schedule import Scalar, Schedule, number
 from purecompose.schedule.declared import Check, Within, checks_of, declarations
@@ -45,6 +45,8 @@ class ByGroup:
     is_elementwise: ClassVar[bool] = False
     """True if each element moves by itself, so that the rows of a process move without the others, and the real and
     imaginary parts of complex parameters as in `torch.optim`."""
+    cautious_decay: Any = False
+    """True if decoupled decay leaves out elements that move away from zero."""
 
     def __post_init__(self) -> None:
         for name, (check, is_float) in _checks_of(type(self)).items():
@@ -112,6 +114,8 @@ class ByGroup:
         for cell in self._cells(left, params):
             # Called directly: a function in between would hold gradients that `move` has dropped.
             move = cell.rule.move
+            if cell.rule.cautious_decay:
+                move = functools.partial(_moved_cautiously, cell.rule, move)
             if has_complex and cell.rule.is_elementwise:
                 move = functools.partial(_moved_by_parts, move)
             if has_shards:
@@ -138,8 +142,14 @@ class ByGroup:
     def settings_by_name(self) -> dict[str, Any]:
         """The factory's arguments, with defaults and without the groups: the options that a group may override."""
         fields = dataclasses.fields(cast(Any, self))
-        reported = [field.name for field in fields if field.init and field.repr and field.name != "groups"]
+        others = {"groups", "cautious_decay"} if getattr(self, "decay", None) == "coupled" else {"groups"}
+        reported = [field.name for field in fields if field.init and field.repr and field.name not in others]
         return {name: getattr(self, name) for name in reported}
+
+    @property
+    def moving_decay(self) -> Scalar:
+        """The weight decay that `move` applies; cautious decay comes after the move, on which it depends."""
+        return 0.0 if self.cautious_decay else cast(Any, self).weight_decay
 
     def overridden(self, options: Mapping[str, Any]) -> Any:
         """Return the rule inside a group: with the group's options, and without groups."""
@@ -255,6 +265,19 @@ def shrinkage(how: Decay, weight_decay: Scalar, lr: Scalar, value: Value) -> flo
     return read(weight_decay, value) * (read(lr, value) if how == "by rate" else progress(lr, value))
 
 
+def decayed_cautiously(moved: list[Tensor], params: list[Tensor], shrinkage: float | Tensor) -> list[Tensor]:
+    """Return moved parameters, less a share of the old ones where these did not move away from zero.
+
+    Example:
+        >>> import torch
+        >>> decayed_cautiously([torch.tensor([3.0, 5.0, -3.0])], [torch.tensor([4.0, 4.0, -4.0])], 0.25)
+        [tensor([ 2.,  5., -2.])]
+    """
+    aligned = multiply(sign(params), add(params, moved, -1.0))
+    shrunk = add(moved, params, -shrinkage)
+    return [torch.where(x >= 0, new, old) for x, new, old in zip(aligned, shrunk, moved, strict=True)]
+
+
 def progress(scalar: Scalar, value: Value) -> float | Tensor:
     """Return the product of a scalar's schedules, or 1 without schedules.
 
@@ -308,6 +331,16 @@ def _gathered(
         for name, param in zip(names, cell_params, strict=True)
     ]
     return cell_grads, cell_params, slots
+
+
+def _moved_cautiously(
+    rule: Any, move: Any, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    moved, new = move(grads, params, slots, value)
+    if rule.weight_decay == 0.0:
+        return moved, new
+    how: Any = getattr(rule, "decay", "by rate")
+    return decayed_cautiously(moved, params, shrinkage(how, rule.weight_decay, rule.lr, value)), new
 
 
 def _moved_by_parts(

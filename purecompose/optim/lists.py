@@ -40,8 +40,9 @@ def known(scalar: float | Tensor) -> float | Tensor:
         ...     known(torch.tensor(0.5))
         0.5
     """
-    is_read = isinstance(scalar, Tensor) and not torch.is_grad_enabled() and is_readable(scalar)
-    return scalar.item() if is_read else scalar
+    if isinstance(scalar, Tensor) and not torch.is_grad_enabled() and is_readable(scalar):
+        return scalar.item()
+    return scalar
 
 
 def copies(xs: list[Tensor], layout: list[Tensor]) -> list[Tensor]:

@@ -36,6 +36,7 @@ def muon(
     adjust_lr: Literal["original", "match_rms_adamw"] = "original",
     ns_precision: Literal["bf16", "full"] = "bf16",
     filters: bool | Literal["only"] = False,
+    cautious_decay: bool = False,
     groups: GivenGroups = (),
 ) -> Muon:
     """Return Muon, equal to `torch.optim.Muon`: it moves matrices by about the same length in all directions.
@@ -72,6 +73,7 @@ def muon(
             matrix of its flattened rows, one for each output channel. torch's Muon refuses them. "only" moves no
             matrices, so that in `by_pattern({"*": muon(0.05, filters="only")}, adamw(0.01))` the last layer is left to
             `adamw`.
+        cautious_decay: Decay only elements whose update and weight do not have opposite signs, as for `adamw`.
         groups: Options for parameters by a pattern of their names, as for `sgd`.
 
     Returns:
@@ -94,8 +96,8 @@ def muon(
         networks, 2024, https://kellerjordan.github.io/posts/muon/.
         Liu et al., Muon is scalable for LLM training, 2025, arXiv:2502.16982 ("match_rms_adamw").
     """
-    newton_schulz = ns_coefficients, ns_steps, eps
-    return Muon(lr, momentum, nesterov, weight_decay, *newton_schulz, adjust_lr, ns_precision, filters, groups)
+    newton_schulz = ns_coefficients, ns_steps, eps, adjust_lr, ns_precision
+    return Muon(lr, momentum, nesterov, weight_decay, *newton_schulz, filters, cautious_decay, groups)
 
 
 def orthogonalized(
@@ -151,6 +153,7 @@ class Muon(ByGroup):
     adjust_lr: Literal["original", "match_rms_adamw"]
     ns_precision: Literal["bf16", "full"]
     filters: bool | Literal["only"]
+    cautious_decay: bool = False
     groups: Any = ()
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
@@ -183,7 +186,7 @@ class Muon(ByGroup):
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         momentum, lr = read(self.momentum, value), read(self.lr, value)
-        _, params = decayed("by rate", grads, params, self.weight_decay, self.lr, value)
+        _, params = decayed("by rate", grads, params, self.moving_decay, self.lr, value)
         new_buffers, moved = list(grads), list(params)
         stacks: dict[Hashable, list[int]] = {}
         for i, grad in enumerate(grads):

@@ -64,7 +64,7 @@ def sgd(
         Sutskever, Martens, Dahl and Hinton, On the importance of initialization and momentum in deep
         learning, 2013.
     """
-    return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups)
+    return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups=groups)
 
 
 @suggests_keywords
@@ -75,6 +75,7 @@ def decoupled_sgdw(
     dampening: Scalar = 0.0,
     weight_decay: Scalar = 0.0,
     nesterov: bool = False,
+    cautious_decay: bool = False,
     groups: GivenGroups = (),
 ) -> SGD:
     """Return SGD with weight decay decoupled from gradient and learning rate, as in Composer's DecoupledSGDW.
@@ -89,6 +90,7 @@ def decoupled_sgdw(
 
     Args:
         lr, momentum, dampening, weight_decay, nesterov, groups: As for `sgd`.
+        cautious_decay: As for `adamw`.
 
     Example:
         >>> params = {"w": torch.tensor([1.0])}
@@ -100,7 +102,7 @@ def decoupled_sgdw(
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
-    return SGD(lr, momentum, dampening, nesterov, weight_decay, "by schedule", groups)
+    return SGD(lr, momentum, dampening, nesterov, weight_decay, "by schedule", cautious_decay, groups)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -113,6 +115,7 @@ class SGD(ByGroup):
     nesterov: bool
     weight_decay: Rate
     decay: Decay = dataclasses.field(repr=False)
+    cautious_decay: bool = False
     groups: Any = ()
     is_elementwise = True
 
@@ -144,7 +147,7 @@ class SGD(ByGroup):
         descent = -lr
         if self.moves_rows:
             return tables_apart("sgd", [params], grads, [lr], lambda rest, own: [add(rest[0], own, descent)])[0], {}
-        grads, params = decayed(self.decay, grads, params, self.weight_decay, self.lr, value)
+        grads, params = decayed(self.decay, grads, params, self.moving_decay, self.lr, value)
         if self.momentum == 0.0:
             return add(params, grads, descent), {}
 
@@ -174,6 +177,7 @@ def lion(
     *,
     betas: tuple[Scalar, Scalar] = (0.9, 0.99),
     weight_decay: Scalar = 0.0,
+    cautious_decay: bool = False,
     groups: GivenGroups = (),
 ) -> Lion:
     """Return Lion: each element moves by lr, up or down, and the state has one tensor per parameter.
@@ -194,6 +198,7 @@ def lion(
         lr: The learning rate, >= 0.
         betas: Weight of the average in the sign's argument, and decay rate of the average; each in [0, 1).
         weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
+        cautious_decay: Decay only elements whose update and weight do not have opposite signs, as for `adamw`.
         groups: Options for parameters by a pattern of their names, as for `sgd`.
 
     Returns:
@@ -213,7 +218,7 @@ def lion(
         Chen, Liang, Huang, Real, Wang, Liu, Pham, Dong, Luong, Hsieh, Lu and Le, Symbolic discovery of optimization
         algorithms, 2023, arXiv:2302.06675.
     """
-    return Lion(lr, betas, weight_decay, groups)
+    return Lion(lr, betas, weight_decay, cautious_decay, groups)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -223,6 +228,7 @@ class Lion(ByGroup):
     lr: Rate
     betas: Betas
     weight_decay: Rate
+    cautious_decay: bool = False
     groups: Any = ()
     is_elementwise = True
 
@@ -234,6 +240,6 @@ class Lion(ByGroup):
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         beta1, beta2 = (read(beta, value) for beta in self.betas)
-        _, params = decayed("by rate", grads, params, self.weight_decay, self.lr, value)
+        _, params = decayed("by rate", grads, params, self.moving_decay, self.lr, value)
         directions = sign(lerp(slots["exp_avg"], grads, 1 - beta1))
         return add(params, directions, -read(self.lr, value)), {"exp_avg": lerp(slots["exp_avg"], grads, 1 - beta2)}
