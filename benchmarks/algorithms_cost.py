@@ -72,6 +72,7 @@ LOOKS_FOR = {
     "activation()": "language",
     "alibi(1)": "language",
     "gated_linear_units()": "language",
+    "logit_softcap()": "language",
     "qk_norm()": "language",
     "low_precision_layernorm()": "language in bf16",
 }

@@ -45,6 +45,7 @@ from purecompose.algorithms._gyro_dropout import gyro_dropout as gyro_dropout
 from purecompose.algorithms._initialize import initialize as initialize
 from purecompose.algorithms._label_smoothing import label_smoothing as label_smoothing
 from purecompose.algorithms._layer_freezing import layer_freezing as layer_freezing
+from purecompose.algorithms._logit_softcap import logit_softcap as logit_softcap
 from purecompose.algorithms._lookahead import lookahead as lookahead
 from purecompose.algorithms._loss_scaling import loss_scaling as loss_scaling
 from purecompose.algorithms._mixup import mixup as mixup
@@ -101,6 +102,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         fused_layernorm,
         gated_linear_units,
         ghost_batchnorm,
+        logit_softcap,
         low_precision_groupnorm,
         low_precision_layernorm,
         no_op_model,

@@ -224,6 +224,12 @@ _ROWS = (
         neutral="layer_freezing(freeze_level=0)",
     ),
     Row(
+        "logit_softcap",
+        examples=("logit_softcap()", "logit_softcap(0.5)"),
+        neutral="logit_softcap(1e999)",
+        needs=(nn.Linear,),
+    ),
+    Row(
         "lookahead",
         # Short intervals, so that it acts in short runs.
         examples=("lookahead(every=1)", "lookahead(0.8, every=2)"),

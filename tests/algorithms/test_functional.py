@@ -100,6 +100,7 @@ METHODS = [
     (language, alg.factorize(min_features=8, latent_features=2)),
     (language, alg.gated_linear_units("silu")),
     (convolutional, alg.ghost_batchnorm(2)),
+    (language, alg.logit_softcap(1.0)),
     (convolutional, alg.low_precision_groupnorm()),
     (language, alg.low_precision_layernorm()),
     (language, alg.qk_norm()),

@@ -63,6 +63,7 @@ METHODS: dict[str, tuple[Any, Any, str]] = {
     "gated_linear_units": (language, alg.gated_linear_units, ""),
     "ghost_batchnorm": (convolutional, lambda **options: alg.ghost_batchnorm(2, **options), ""),
     "gyro_dropout": (dropping, lambda: alg.gyro_dropout(0.5, 4, 2), ""),
+    "logit_softcap": (language, alg.logit_softcap, ""),
     "low_precision_groupnorm": (convolutional, alg.low_precision_groupnorm, "bf16"),
     "low_precision_layernorm": (language, alg.low_precision_layernorm, "bf16"),
     "qk_norm": (language, alg.qk_norm, ""),

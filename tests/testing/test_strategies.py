@@ -57,7 +57,7 @@ def test_lists_of_algorithms_compose(algorithms, k):
 
 
 def test_drawn_algorithms_are_accepted_by_the_task():
-    drawn = {algorithm.name for algorithm in sample(strategy.algorithms(task=TASKS["tokens"]), 300)}
+    drawn = {algorithm.name for algorithm in sample(strategy.algorithms(task=TASKS["tokens"]), 600)}
     assert drawn == {name for name, row in SHIPPED.items() if row.accepts(TASKS["tokens"])} >= {"label_smoothing"}
     with pytest.raises(ValueError, match="name='mixupp'.*mixup"):
         strategy.algorithms("mixupp")
