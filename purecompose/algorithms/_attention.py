@@ -101,6 +101,8 @@ class NormedHeads(Derived):
     head_width: int
     num_normed: int
 
+    __repr__ = nn.Module.__repr__  # that of GPT-2's layers would hide the norm
+
     def forward(self, input: Tensor) -> Tensor:
         """Compute the original forward, (..., features), and normalise the heads in the first `num_normed` of them."""
         output = super().forward(input)
