@@ -67,9 +67,10 @@ class SelfAttention(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, L, d) to (N, L, d)."""
         heads = self.qkv(input).unflatten(-1, (3, self.num_heads, -1))  # (N, L, 3, H, d / H)
-        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
+        query, key, value = heads.unbind(2)
         if self.qk_norm is not None:
-            query, key = self.qk_norm(query), self.qk_norm(key)
+            query, key = self.qk_norm(heads[:, :, :2]).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         bias, dropped = self.bias(query), self.dropout if self.training else 0.0
         is_causal = self.is_causal and bias is None
         mixed = F.scaled_dot_product_attention(
@@ -292,7 +293,8 @@ class HeadNorm(nn.Module):
         """Map (..., d) to the same shape and dtype."""
         width, wide = input.shape[-1], torch.promote_types(input.dtype, torch.float32)
         # Not F.rms_norm: the norm of a vector takes a pass over the input less, and so does its derivative.
-        length = torch.linalg.vector_norm(input, dim=-1, keepdim=True, dtype=wide)
+        # Its sum is in float32 in any case; with dtype=torch.float32 all of the input would be converted first.
+        length = torch.linalg.vector_norm(input, dim=-1, keepdim=True).to(wide)
         factor = (length * length / width + self.eps).rsqrt()
         if self.scale is not None:
             factor = factor * math.sqrt(self.scale * math.sqrt(width))
