@@ -32,6 +32,13 @@ def _checked_frozen(frozen: Any, where: str) -> bool | Time:
     return frozen if isinstance(frozen, bool) else named_point(frozen, where)
 
 
+def _checked_layer(layer: Any, where: str) -> str | None:
+    """Require the name of a layer."""
+    if layer is not None and not isinstance(layer, str):
+        raise TypeError(f"{where}: expected the name of a layer, got {shown(layer)}")
+    return layer
+
+
 @checked
 def whitening_filters(inputs: Tensor, kernel_size: tuple[int, int], *, eps: Eps = 5e-4) -> Tensor:
     """Return filters whose outputs over the patches of images are uncorrelated and have second moments of 1.
@@ -69,7 +76,7 @@ class PatchWhitening(NamedTuple):
 
 @factory
 def patch_whitening(
-    layer: str | None = None,
+    layer: Annotated[str | None, _checked_layer] = None,
     *,
     eps: Eps = 5e-4,
     frozen: Annotated[bool | TimeLike | float, _checked_frozen] = True,

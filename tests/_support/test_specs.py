@@ -128,7 +128,7 @@ def test_a_factory_gets_the_arguments() -> None:
     ("text", "parts"),
     [
         ("mixpu", ["no algorithm is called 'mixpu'", "did you mean 'mixup'?", "label_smoothing"]),
-        ("zzz", ["no algorithm is called 'zzz'; known: alibi", "selective_backprop"]),
+        ("zzz", ["no algorithm is called 'zzz'; known: activation, alibi", "selective_backprop"]),
         ("mixup(alfa=1)", ["mixup has no parameter 'alfa'", "did you mean 'alpha'?", "interpolate_loss"]),
         ("mixup(zzz=1)", ["mixup has no parameter 'zzz'; it has alpha"]),
         ("mixup(1, 2, 3)", ["mixup: too many positional arguments", "mixup(alpha=0.2, *,"]),
