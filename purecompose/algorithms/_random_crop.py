@@ -79,7 +79,7 @@ def random_crop(
     input_field: WrittenField = None,
     target_field: Field = None,
 ) -> Algorithm:
-    """Pad images on all sides and cut out windows of their size: each image is shifted by a few pixels.
+    """Shift each image by a few pixels: pad it on all sides, and cut out a window of its size.
 
     Both shifts are drawn uniformly from -p, ..., p for each image, with p the padding.
 

@@ -56,7 +56,7 @@ def average_over_views(fn: Callable[[Tensor], Any], images: Tensor, *, mirror: b
 def test_time_averaging(
     mirror: bool = True, shift: Shift = 0, *, name: str = "test_time_averaging", input_field: WrittenField = None
 ) -> Algorithm:
-    """Average the network's outputs over copies of each image, in evaluation and prediction.
+    """Average outputs over copies of each image, in evaluation and prediction.
 
     With f the network's output, x an image, M its mirror image and S(dy, dx) a shift by so many pixels, the output is
 
