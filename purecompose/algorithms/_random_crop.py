@@ -79,7 +79,7 @@ def random_crop(
     input_field: WrittenField = None,
     target_field: Field = None,
 ) -> Algorithm:
-    """Shift each image by a few pixels: pad it on all sides, and cut out a window of its size.
+    """Shift each image by a few pixels: cut out a window of the padded image.
 
     Both shifts are drawn uniformly from -p, ..., p for each image, with p the padding.
 
