@@ -74,6 +74,7 @@ LOOKS_FOR = {
     "gated_linear_units()": "language",
     "logit_softcap()": "language",
     "qk_norm()": "language",
+    "value_embeddings()": "language",
     "low_precision_layernorm()": "language in bf16",
 }
 """Methods that look for certain layers: how, and on what, they are measured."""

@@ -71,6 +71,7 @@ from purecompose.algorithms._stochastic_depth import stochastic_depth as stochas
 from purecompose.algorithms._swa import swa as swa
 from purecompose.algorithms._test_time_averaging import test_time_averaging as test_time_averaging
 from purecompose.algorithms._training_metrics import training_metrics as training_metrics
+from purecompose.algorithms._value_embeddings import value_embeddings as value_embeddings
 from purecompose.core.algorithm import Algorithm
 
 
@@ -110,6 +111,7 @@ GROUPS: dict[str, tuple[Callable[..., Algorithm], ...]] = {
         qk_norm,
         squeeze_excite,
         stochastic_depth,
+        value_embeddings,
         weight_standardization,
     ),
     "On gradients and numbers": (

@@ -15,6 +15,7 @@ from purecompose._support import specs
 from purecompose.algorithms import FACTORIES
 from purecompose.core.algorithm import Algorithm
 from purecompose.nn.layers.transformer import FeedForward, SelfAttention
+from purecompose.nn.models.transformer import GPT
 from purecompose.schedule import cosine, hparam, linear
 from purecompose.schedule.declared import Within, alternatives, declarations
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Residual, Task
@@ -342,6 +343,7 @@ _ROWS = (
         examples=("training_metrics()", "training_metrics(reset='2ba')"),
         neutral="training_metrics(())",
     ),
+    Row("value_embeddings", examples=("value_embeddings()", "value_embeddings((1,))"), tasks=("gpt",), needs=(GPT,)),
     Row(
         "weight_standardization",
         examples=("weight_standardization()", "weight_standardization(1)"),

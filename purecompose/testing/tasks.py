@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, optim
 from purecompose._support.device import AUTOCAST, PRECISIONS
 from purecompose.core.state import State
-from purecompose.nn.layers.transformer import FeedForward, SelfAttention
+from purecompose.nn.layers.transformer import ClassesSecond, FeedForward, SelfAttention
+from purecompose.nn.models.transformer import gpt
 from purecompose.schedule import hparam
 from purecompose.testing.process import seeded
 
@@ -166,6 +167,12 @@ class Transformer(nn.Module):
         return self.head(self.norm(hidden)).transpose(1, 2)
 
 
+def make_gpt(seed: int = 0) -> nn.Module:
+    """Return the library's GPT with two blocks and tied weights, for the same token ids; logits as `Transformer`."""
+    del seed
+    return ClassesSecond(gpt(_VOCABULARY, _LENGTH, width=4, depth=2, num_heads=2))
+
+
 @dataclass(frozen=True)
 class MakeNet:
     """A function `make_net(seed)` that returns networks for a kind of inputs; it can be compared, pickled and printed.
@@ -312,6 +319,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             "bf16_weights": make_task(dtype=torch.bfloat16),
             "bf16_images": make_task("images", precision="bf16"),
             "bf16_tokens": make_task("tokens", dropout=0.2, form="dict", precision="bf16"),
+            "gpt": Task("gpt", make_gpt, MakeBatch("tokens")),
         }.items()
     }
 )
@@ -319,7 +327,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 and a stride), tokens (a small transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an
 MLP whose first weight is frozen, dense targets in dictionaries), zero_head (an MLP whose last layer starts at zero),
 double and bf16_weights (an MLP with weights and inputs in float64 and bfloat16), bf16_images and bf16_tokens (the same
-CNN, and the transformer without tied weights, whose forward pass is in bfloat16)."""
+CNN, and the transformer without tied weights, whose forward pass is in bfloat16), gpt (the library's GPT)."""
 
 FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half)
 """Names of the tasks in full precision."""

@@ -106,6 +106,7 @@ METHODS = [
     (language, alg.qk_norm()),
     (convolutional, alg.squeeze_excite(2, 8)),
     (lambda: models.resnet8(3, 10, width=4), alg.stochastic_depth(drop_rate=0.5)),
+    (language, alg.value_embeddings()),
     (convolutional, alg.weight_standardization(1)),
 ]
 

@@ -66,11 +66,18 @@ class SelfAttention(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, L, d) to (N, L, d)."""
+        return self.attend(*self.heads(input))
+
+    def heads(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of (N, L, d), each (N, H, L, d / H)."""
         heads = self.qkv(input).unflatten(-1, (3, self.num_heads, -1))  # (N, L, 3, H, d / H)
         query, key, value = heads.unbind(2)
         if self.qk_norm is not None:
             query, key = self.qk_norm(heads[:, :, :2]).unbind(2)
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the layer's output, (N, L, d), for queries, keys and values (N, H, L, d / H)."""
         bias, dropped = self.bias(query), self.dropout if self.training else 0.0
         is_causal = self.is_causal and bias is None
         mixed = F.scaled_dot_product_attention(

@@ -167,7 +167,12 @@ class GPT(nn.Module):
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"gpt: expected tokens (N, L) of an integer dtype, got {shown(tokens)}")
         embedded = self.tokens(tokens)
-        return self.head(self.norm(self.blocks(self.dropout(embedded + self.positions(embedded)))))
+        return self.head(self.norm(self.through_blocks(self.dropout(embedded + self.positions(embedded)), tokens)))
+
+    def through_blocks(self, inputs: Tensor, tokens: Tensor) -> Tensor:
+        """Return the output of the blocks for (N, L, d); a subclass may let them depend on the tokens (N, L)."""
+        del tokens
+        return self.blocks(inputs)
 
 
 @checked
