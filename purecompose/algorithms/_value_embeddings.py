@@ -16,7 +16,7 @@ from purecompose._support.checks import check_whole, shown
 from purecompose.algorithms._parts.checks import Where
 from purecompose.algorithms._parts.surgery import Derived, changed, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
-from purecompose.nn.layers._forms import computes_as
+from purecompose.nn.layers._forms import computes_as, is_plain
 from purecompose.nn.layers.transformer import SelfAttention
 from purecompose.nn.models.transformer import GPT, TransformerBlock
 
@@ -29,9 +29,10 @@ class ValueMix(nn.Module):
         self.weight: nn.Parameter = nn.Parameter(torch.ones(2))
 
     def forward(self, values: Tensor, embedded: Tensor) -> Tensor:
-        """Return values (N, H, L, d / H) mixed with embeddings (N, L, d)."""
-        own, other = self.weight.unbind()
-        return own * values + other * embedded.unflatten(-1, (values.shape[1], -1)).transpose(1, 2)
+        """Return values (N, H, L, d / H) mixed with embeddings (N, L, d), in the dtype of the values."""
+        own, other = self.weight.to(values.dtype).unbind()
+        heads = embedded.to(values.dtype).unflatten(-1, (values.shape[1], -1)).transpose(1, 2)
+        return own * values + other * heads
 
 
 class MixedAttention(Derived):
@@ -85,8 +86,9 @@ def value_embeddings(
     start at 1. E is initialised as the network's own embedding, normal with standard deviation 0.02. So there are
     vocabulary * width + 2 * (number of blocks) new parameters, which hardly cost time, as they are looked up.
 
-    It supports the class of `models.gpt`. The tokens are passed on to the blocks as arguments, so the new blocks take
-    two: methods that look for blocks with one, such as `stochastic_depth`, leave them as they are.
+    It supports the class of `models.gpt`; subclasses that compute in their own way are not changed. The tokens are
+    passed on to the blocks as arguments, so the new blocks take two: methods that look for blocks with one, such as
+    `stochastic_depth`, leave them as they are.
 
     Events: INIT, after `alibi` and `qk_norm`. Reads and replaces: the model, its parameters and the optimizer's state.
 
@@ -112,17 +114,19 @@ def value_embeddings(
     """
 
     def rule(module: GPT, site: surgery.Site) -> nn.Module | None:
-        if isinstance(module, MixedGPT) or not computes_as(module, GPT):
+        is_own = type(module).through_blocks is not GPT.through_blocks  # as that of a GPT which has been changed
+        if is_own or not computes_as(module, GPT) or not is_plain(module.blocks, nn.Sequential):
             return None
         depth = len(module.blocks)
         if not all(-depth <= number < depth for number in blocks):
             raise ValueError(f"{name}: blocks={blocks}: {site.name or 'the network'} has {depth} blocks")
         chosen = {number % depth for number in blocks}
-        new = [_mixed(block, name) if at in chosen else block for at, block in enumerate(module.blocks)]
+        children = enumerate(module.blocks.named_children())
+        new = {child: _mixed(block, name) for at, (child, block) in children if at in chosen}
         vocabulary, width = module.tokens.weight.shape
         values = nn.Embedding(vocabulary, width)
         nn.init.normal_(values.weight, std=0.02)
-        return changed(module, MixedGPT, blocks=nn.Sequential(*new), values=values)
+        return changed(module, MixedGPT, blocks=changed(module.blocks, None, **new), values=values)
 
     method = surgery_method(name, {ValueMix: None, GPT: rule}, where)
     return dataclasses.replace(method, runs_after=("alibi", "qk_norm"))

@@ -29,8 +29,8 @@ class Row:
         name: Name of its factory.
         examples: Source texts, as for `Subject.of`, on which all laws run.
         neutral: Source text with settings that change nothing; `None` if there are none.
-        tasks: Names of the `TASKS` that it accepts in full precision; names of tasks in half precision only for a
-            method that does nothing elsewhere. See `accepted`.
+        tasks: Names of the `TASKS` that it accepts in full precision, with "gpt" only for a method that needs this
+            network; names of tasks in half precision only for a method that does nothing elsewhere. See `accepted`.
         fixed: Settings that `algorithms` takes from the examples, since they depend on each other or on the tasks'
             small networks.
         needs: Types of layers, one of which a network must contain, for methods that replace or use them.
@@ -59,8 +59,10 @@ class Row:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """The names of all the `TASKS` that it accepts, on which laws are tried."""
-        return tuple(name for name, task in TASKS.items() if self.accepts(task))
+        """The names of the `TASKS` on which laws are tried: all that it accepts, but "gpt" only if `tasks` names it."""
+        return tuple(
+            name for name, task in TASKS.items() if self.accepts(task) and (name != "gpt" or name in self.tasks)
+        )
 
     def accepts(self, task: Task) -> bool:
         """Return whether it accepts such inputs, acts in the task's precision, and finds the layers that it needs."""

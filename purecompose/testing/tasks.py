@@ -327,10 +327,11 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 and a stride), tokens (a small transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an
 MLP whose first weight is frozen, dense targets in dictionaries), zero_head (an MLP whose last layer starts at zero),
 double and bf16_weights (an MLP with weights and inputs in float64 and bfloat16), bf16_images and bf16_tokens (the same
-CNN, and the transformer without tied weights, whose forward pass is in bfloat16), gpt (the library's GPT)."""
+CNN, and the transformer without tied weights, whose forward pass is in bfloat16), gpt (the library's GPT with
+tied weights)."""
 
-FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half)
-"""Names of the tasks in full precision."""
+FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half and name != "gpt")
+"""Names of the tasks in full precision, without gpt, which is for methods that need this network."""
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:

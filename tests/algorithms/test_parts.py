@@ -69,7 +69,7 @@ METHODS: dict[str, tuple[Any, Any, str]] = {
     "qk_norm": (language, alg.qk_norm, ""),
     "squeeze_excite": (convolutional, lambda **options: alg.squeeze_excite(0.5, min_channels=1, **options), ""),
     "stochastic_depth": (residual, lambda **options: alg.stochastic_depth(drop_rate=0.5, **options), ""),
-    "value_embeddings": (language, alg.value_embeddings, ""),
+    "value_embeddings": (lambda: nn.Sequential(language()), alg.value_embeddings, ""),
     "weight_standardization": (convolutional, alg.weight_standardization, ""),
 }
 CHOOSING = ["activation", "alibi", "blurpool", "factorize", "gated_linear_units", "ghost_batchnorm", "squeeze_excite"]

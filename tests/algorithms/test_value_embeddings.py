@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import algorithms as alg, losses, optim
 from purecompose.nn.layers import ClassesSecond, alibi_slopes
-from purecompose.nn.models import gpt
+from purecompose.nn.models import GPT, gpt
 from tests.algorithms.surgery_checks import applied, check_keeps_all
 
 
@@ -83,10 +83,30 @@ def test_new_weights_are_drawn_with_the_key_and_train() -> None:
         torch.testing.assert_close(compiled.params[each], eager.params[each], rtol=1e-4, atol=1e-5)
 
 
-def test_weights_and_their_memory_are_kept() -> None:
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_weights_and_their_memory_are_kept(is_tied: bool) -> None:
     step = pc.compose(pc.loop_events)
-    state = step(step.init(make_state(make_net())), make_batch())
-    check_keeps_all(state, alg.value_embeddings())
+    net = make_net(is_tied=is_tied)
+    net.net.positions.weight.requires_grad_(False)
+    state = step(step.init(make_state(net)), make_batch())
+    after, _ = check_keeps_all(state, alg.value_embeddings())
+    module: Any = pc.to_module(after)
+    assert (module.net.head.weight is module.net.tokens.weight) is is_tied
+
+
+@pytest.mark.parametrize("methods", [[], [alg.qk_norm()], [alg.alibi(1)]], ids=["plain", "qk_norm", "alibi"])
+def test_values_are_mixed_in_the_dtype_of_the_forward_pass(methods: list[pc.Algorithm]) -> None:
+    """One example at a time, as by vmap, and a batch give the same gradients in half precision."""
+    ends = []
+    for each in ([], [alg.per_example_clipping(1e6)]):
+        step = pc.compose(pc.loop_events, [*methods, alg.value_embeddings(), *each])
+        ends.append(step(step.init(make_state(make_net(), precision="bf16")), make_batch()))
+    for name, param in ends[0].params.items():
+        torch.testing.assert_close(ends[1].params[name], param, rtol=1e-2, atol=1e-3)
+    values, embedded = torch.zeros(1, 2, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3, 8)
+    net: Any = pc.to_module(ends[0])
+    mix = net.net.blocks[0].attention.mix
+    assert mix(values, embedded).dtype == torch.bfloat16 and mix(values.double(), embedded).dtype == torch.float64
 
 
 def test_it_comes_after_linear_biases_whatever_the_list() -> None:
@@ -110,3 +130,20 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     assert torch.isfinite(state.forward(make_batch()[0])).all()
     with pytest.warns(UserWarning, match="value_embeddings changed nothing: it looked for GPT"):
         applied(make_state(nn.Linear(2, 2)), alg.value_embeddings())
+
+
+class Reversed(GPT):
+    """A GPT whose blocks run from the last to the first."""
+
+    def through_blocks(self, inputs: Tensor, tokens: Tensor) -> Tensor:
+        del tokens
+        for block in reversed(self.blocks):
+            inputs = block(inputs)
+        return inputs
+
+
+def test_a_network_that_computes_in_its_own_way_is_not_changed() -> None:
+    state = make_state(ClassesSecond(Reversed(VOCABULARY, LENGTH, 8, 2, 2, 0.0, is_tied=True)))
+    with pytest.warns(UserWarning, match="kept all 1: none"):
+        after, report = applied(state, alg.value_embeddings())
+    assert after is state and not report.replaced
