@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.internals import is_fake, is_transforming
+from purecompose._support.internals import is_fake, is_readable, is_transforming
 from purecompose._support.messages import warn
 from purecompose.algorithms._parts.checks import Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -61,9 +61,8 @@ class AccumulatedGradients(NamedTuple):
             num = torch.where(is_good, num, 0)
         names = [name for name in self.sums if name in grads]
         old = [self.sums[name] for name in names]
-        scale = lists.known(num)
-        added = lists.add(old, [grads[name].to(total.dtype) for name, total in zip(names, old, strict=True)], scale)
-        if isinstance(scale, Tensor) or scale <= 0:  # the mean over no terms may be NaN
+        added = lists.add(old, [grads[name].to(total.dtype) for name, total in zip(names, old, strict=True)], num)
+        if not is_readable(num) or num.item() <= 0:  # the mean over no terms may be NaN
             added = [torch.where(num > 0, new, total) for new, total in zip(added, old, strict=True)]
         sums = self.sums | dict(zip(names, added, strict=True))
         reached = self._where(grads)

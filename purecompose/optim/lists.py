@@ -22,27 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._support.internals import is_readable, is_transforming
+from purecompose._support.internals import is_transforming
 
 
 def is_plain() -> bool:
     """Return whether the current operations are neither differentiated nor mapped."""
     return not torch.is_grad_enabled() and not is_transforming()
-
-
-def known(scalar: float | Tensor) -> float | Tensor:
-    """Return the number in a 0-d tensor that the host can read at once, as in an eager step on a CPU; others unchanged.
-
-    One call with a number takes less time than those with a tensor.
-
-    Example:
-        >>> with torch.no_grad():
-        ...     known(torch.tensor(0.5))
-        0.5
-    """
-    if isinstance(scalar, Tensor) and not torch.is_grad_enabled() and is_readable(scalar):
-        return scalar.item()
-    return scalar
 
 
 def copies(xs: list[Tensor], layout: list[Tensor]) -> list[Tensor]:
