@@ -91,10 +91,10 @@ def alternating_flip(
     two consecutive epochs contain each image in both forms, whereas random mirroring repeats the form of half of the
     images.
 
-    An example is recognised in each epoch by a hash of its image's content, of large images of some columns. It needs images that come from the data
-    without random changes: the method acts before all others that augment or mix the batch, but if the loader
-    augments, the hash is another one in each epoch, and mirroring is random as usual. In this case give `field`. Equal
-    images are mirrored in the same epochs.
+    An example is recognised in each epoch by a hash of its image's content, of large images of some columns. It needs
+    images that come from the data without random changes: the method acts before all others that augment or mix the
+    batch, but if the loader augments, the hash is another one in each epoch, and mirroring is random as usual. In this
+    case give `field`. Equal images are mirrored in the same epochs.
 
     Events: INIT, where the key is drawn; AFTER_DATALOADER. Reads the batch's images, the examples' numbers if `field`
     is given, and the targets unless `mirror_targets=False`; replaces the images, and targets that are mirrored. The

@@ -264,7 +264,7 @@ _ROWS = (
     Row("no_op_model", examples=("no_op_model()",), is_alone=True),
     Row(
         "patch_whitening",
-        examples=("patch_whitening()", "patch_whitening('3', frozen=False)", "patch_whitening(frozen='2ba')"),
+        examples=("patch_whitening('0')", "patch_whitening('3', frozen=False)", "patch_whitening('0', frozen='2ba')"),
         tasks=("images",),
         needs=(nn.Conv2d,),
         fixed=("layer", "frozen"),
