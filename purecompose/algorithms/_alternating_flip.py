@@ -1,5 +1,6 @@
 """Alternating flip: mirrors each image in every second epoch, beginning with a random half of the images."""
 
+import math
 from typing import Any
 
 import torch
@@ -91,10 +92,10 @@ def alternating_flip(
     two consecutive epochs contain each image in both forms, whereas random mirroring repeats the form of half of the
     images.
 
-    An example is recognised in each epoch by a hash of its image's content, of large images of some columns. It needs
-    images that come from the data without random changes: the method acts before all others that augment or mix the
-    batch, but if the loader augments, the hash is another one in each epoch, and mirroring is random as usual. In this
-    case give `field`. Equal images are mirrored in the same epochs.
+    An example is recognised in each epoch by a hash of its image's content, of large images of a grid of about a
+    thousand pixels. It needs images that come from the data without random changes: the method acts before all others
+    that augment or mix the batch, but if the loader augments, the hash is another one in each epoch, and mirroring is
+    random as usual. In this case give `field`. Equal images are mirrored in the same epochs.
 
     Events: INIT, where the key is drawn; AFTER_DATALOADER. Reads the batch's images, the examples' numbers if `field`
     is given, and the targets unless `mirror_targets=False`; replaces the images, and targets that are mirrored. The
@@ -148,12 +149,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _content(images: Tensor) -> Tensor:
     """Return a hash of each image's bits, int64 (N,): a sum of pixels with unlike factors modulo 2**64.
 
-    Of large images it reads every k-th column, about a thousand pixels, so that it takes little of a step's time.
+    Of large images it reads a grid of about a thousand pixels, so that it takes little of a step's time.
 
     Sums of integers have no rounding, so that the order of memory, the device and the batch do not matter. Folding the
     hash into a key mixes its bits.
     """
-    images = images.detach()[..., :: max(1, images.shape[1:].numel() // 1024)]
+    every = max(1, images.shape[1:].numel() // 1024)
+    images = images.detach()[..., :: math.isqrt(every), :: every // math.isqrt(every)]
     pixels = images.view(_INTEGERS[images.element_size()]).to(torch.int64)
     places = torch.arange(images.shape[1:].numel(), device=images.device)
     factors = places * 0x9E3779B1 + 0x85EBCA6B

@@ -78,7 +78,7 @@ def _checked_blocks(blocks: Any, where: str) -> tuple[int, ...]:
 def value_embeddings(
     blocks: Annotated[Sequence[int], _checked_blocks] = (0, -1), *, where: Where = None, name: str = "value_embeddings"
 ) -> Algorithm:
-    """Add a second embedding of the tokens to the values of attention in some blocks.
+    """Add a second embedding of the tokens to the values of attention.
 
         values of a block   become   a * values + b * E[tokens]
 

@@ -215,3 +215,12 @@ def test_one_compiled_variant_serves_all_epochs() -> None:
     compiled = pc.compile(step, backend="eager", quiet=True)
     assert_same(pc.fit(compiled, state_of("3ep"), data), pc.fit(step, state_of("3ep"), data))
     assert len(compiled.variants()) == 1
+
+
+def test_large_images_with_equal_borders_are_told_apart() -> None:
+    images = torch.zeros(64, 3, 512, 512)
+    images[:, :, 100:400, 100:400] = torch.rand(64, 3, 1, 1)
+    images[:, :, 100:400, 250:400] = 0.0
+    changed = alternating_flip_batch(random.key(0), images, epoch=0)
+    mirrored = (changed != images).flatten(1).any(1)
+    assert 16 <= mirrored.sum() <= 48
