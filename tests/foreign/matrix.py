@@ -64,7 +64,7 @@ MEANINGS = {
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "torch_geometric")
 
 # In place of an example that leaves one of four images, of which batch normalisation has no statistics.
-CALLS = {"batch_size_warmup": "batch_size_warmup(1.0, 0.5)"}
+CALLS = {"patch_whitening": "patch_whitening()", "batch_size_warmup": "batch_size_warmup(1.0, 0.5)"}
 
 
 @dataclasses.dataclass(frozen=True)
