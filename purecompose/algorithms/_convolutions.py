@@ -106,13 +106,11 @@ def pool_first(norms: bool = True, *, where: Where = None, name: str = "pool_fir
 
         pool(relu(norm(conv(x))))   becomes   relu(norm(pool(conv(x))))
 
-    The norm and the activation then compute a share of the values, a quarter for poolings of 2 x 2. A maximum commutes
-    with every function that does not decrease, so moving a pooling before ReLU changes nothing. Before a batch norm it
-    changes the network: the norm has the statistics of the pooled values, and where its weight is negative the minimum
-    would have been needed. Such a network trains as well, and is common in fast networks for CIFAR-10.
+    The norm and the activation then compute a share of the values, a quarter for poolings of 2 x 2. Moving a pooling
+    before ReLU changes nothing. Before a batch norm it changes the network: the norm has the statistics of the pooled
+    values, and where its weight is negative the minimum would have been needed. Such a network trains as well.
 
-    It looks at the children of each `nn.Sequential`. The names of modules and parameters are kept, and so are the
-    parameters; their order is that of the computation.
+    It looks at the children of each `nn.Sequential`. Names and parameters are kept.
 
     Events: INIT. Reads and replaces: the model.
 

@@ -93,17 +93,15 @@ def patch_whitening(
     has that of the i-th component, and channel k + i its negative. All other channels keep their drawn weights. The
     bias is not changed, and trains.
 
-    By default the weight is frozen from INIT on: it has no gradient, no decay and no memory in the optimizer. With
-    `frozen=False`, or a time until which it is frozen, it trains from the filters on; copies of the drawn weight that
-    optimizers or other methods keep since INIT are replaced by the filters.
+    By default the weight is frozen from INIT on. Otherwise it trains from the filters on, which replace copies of the
+    drawn weight that optimizers and other methods keep since INIT.
 
     Events: INIT, to check the layer and to freeze its weight; AFTER_DATALOADER of the run's first batch, after methods
     that augment or mix examples; with a time, BATCH_START until then, to set `paused`. Reads the batch's inputs, and
     replaces the weight. Before the first batch the layer has its drawn weights. A resumed run does not whiten again.
 
-    This is a host algorithm: a compiled step has one variant more, for the first batch. The moments are those of the
-    whole batch, also in microbatches and on several processes, each of which passes all of it through the network, and
-    are computed in float64. They are not differentiated.
+    This is a host algorithm: a compiled step has one variant more, for the first batch. The moments, in float64, are
+    those of the whole batch, which each of several processes passes through the network. They are not differentiated.
 
     Args:
         layer: The qualified name of an `nn.Conv2d`; by default the first one in the order of definition.
@@ -113,9 +111,8 @@ def patch_whitening(
         name: Name of the algorithm, of its slot and of the draws of its pass.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: the layer is not a plain
-            convolution, has groups, dilation, a single output channel or a weight that is shared or (without `layer`)
-            frozen. In the first step: the network does not call the layer.
+        TypeError, ValueError: A setting of the wrong type or out of range. At INIT: the layer does not support it, or
+            (without `layer`) is frozen. In the first step: the network does not call the layer.
 
     Warns:
         UserWarning: At INIT: the network has no `nn.Conv2d`; or the run is not at its beginning, so that the weight is

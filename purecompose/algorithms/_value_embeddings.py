@@ -84,7 +84,7 @@ def value_embeddings(
 
     The embedding E, of the shape of the network's own, is shared by the blocks; each has its numbers a and b, which
     start at 1. E is initialised as the network's own embedding, normal with standard deviation 0.02. So there are
-    vocabulary * width + 2 * (number of blocks) new parameters, which hardly cost time, as they are looked up.
+    vocabulary * width + 2 * (number of blocks) new parameters.
 
     It supports the class of `models.gpt`; subclasses that compute in their own way are not changed. The tokens are
     passed on to the blocks as arguments, so the new blocks take two: methods that look for blocks with one, such as
