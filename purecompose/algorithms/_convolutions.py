@@ -108,7 +108,7 @@ def pool_first(norms: bool = True, *, where: Where = None, name: str = "pool_fir
 
     The norm and the activation then compute a share of the values, a quarter for poolings of 2 x 2. Moving a pooling
     before ReLU changes nothing. Before a batch norm it changes the network: the norm has the statistics of the pooled
-    values, and where its weight is negative the minimum would have been needed. Such a network trains as well.
+    values, and where its weight is negative the minimum would have been needed.
 
     It looks at the children of each `nn.Sequential`. Names and parameters are kept.
 

@@ -55,7 +55,7 @@ def whitening_filters(inputs: Tensor, kernel_size: tuple[int, int], *, eps: Eps 
         each is positive.
 
     Raises:
-        ValueError: The inputs are not images, or are smaller than a patch.
+        ValueError: The inputs are not images, not finite, or smaller than a patch; or there are none.
 
     Example:
         >>> from purecompose.random import key, normal
@@ -112,7 +112,7 @@ def patch_whitening(
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range. At INIT: the layer does not support it, or
-            (without `layer`) is frozen. In the first step: the network does not call the layer.
+            (without `layer`) is frozen. In the first step: the network does not call the layer, or not with images.
 
     Warns:
         UserWarning: At INIT: the network has no `nn.Conv2d`; or the run is not at its beginning, so that the weight is
@@ -241,7 +241,10 @@ def _components(inputs: Tensor, kernel_size: tuple[int, int]) -> tuple[Tensor, T
     for part in inputs.split(num):
         patches = F.unfold(part.double(), kernel_size).transpose(0, 1).flatten(1)
         moments, count = moments + patches @ patches.T, count + patches.shape[1]
-    values, vectors = torch.linalg.eigh(moments / count)
+    moments = moments / max(1, count)
+    if not count or not moments.isfinite().all():
+        raise ValueError(f"whitening: expected images of finite numbers, at least one, got {shown(inputs)}")
+    values, vectors = torch.linalg.eigh(moments)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     # The sign of an eigenvector is arbitrary, and differs between machines.
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))

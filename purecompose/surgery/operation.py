@@ -164,7 +164,8 @@ def operate(
         buffers=buffers,
         frozen=frozen,
         opt_state=opt_state,
-        replaced={**context.replaced, name: (*context.replaced.get(name, ()), *replaced)},
+        # Once each: a method whose results look like what it replaces acts again when INIT does.
+        replaced={**context.replaced, name: tuple(dict.fromkeys((*context.replaced.get(name, ()), *replaced)))},
         settings={new: context.settings[old] for new, old in kept.items() if old in context.settings},
     )
     return changed, report

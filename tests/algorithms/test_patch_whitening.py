@@ -1,5 +1,6 @@
 """Patch whitening: white outputs, plain computations and runs from filters that were set before, and refusals."""
 
+import math
 from typing import Any
 
 import pytest
@@ -252,3 +253,9 @@ def test_warnings() -> None:
     with pytest.warns(UserWarning, match="leaves the weight of '0' as it is and freezes it: .* this one is at 2ba"):
         end = run([patch_whitening()], begun, 2)
     assert torch.equal(end.params["0.weight"], begun.params["0.weight"])
+
+
+@pytest.mark.parametrize("images", [torch.full((4, 3, 9, 9), math.nan), torch.zeros(0, 3, 9, 9)])
+def test_images_without_moments_are_refused(images: Tensor) -> None:
+    with pytest.raises(ValueError, match="whitening: expected images of finite numbers, at least one"):
+        whitening_filters(images, (2, 2))

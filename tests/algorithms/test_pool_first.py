@@ -78,3 +78,14 @@ def test_layers_with_hooks_and_indices_are_not_moved() -> None:
     for layers in ((watched, nn.MaxPool2d(2)), (nn.ReLU(), nn.MaxPool2d(2, return_indices=True))):
         with pytest.warns(UserWarning, match="pool_first changed nothing"):
             apply_surgery(nn.Sequential(nn.Conv2d(2, 4, 3), *layers), pool_first())
+
+
+def test_a_second_step_with_the_method_changes_what_the_first_has_left() -> None:
+    def part() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(1))
+
+    state = make_state(nn.Sequential(part(), part(), nn.Flatten(), nn.Linear(72, 3)))
+    for number in ("0", "1"):
+        state, _ = applied(state, pool_first(where=number))
+    assert state.context.replaced["pool_first"] == ("0", "1")
+    assert all(kinds(state.model.module.get_submodule(n))[1:] == ["MaxPool2d", "ReLU"] for n in ("0", "1"))

@@ -43,8 +43,6 @@ def surgery_method(
 
     def apply(event: Event, state: State) -> State:
         del event
-        if name in state.context.replaced:  # INIT runs again
-            return state
         changed, _ = surgery.operate(state, rules, name=name, where=patterns, skips_frozen=patterns is None)
         return changed
 

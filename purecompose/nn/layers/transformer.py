@@ -279,7 +279,7 @@ class AlibiAttention(SelfAttention):
 
 
 class HeadNorm(nn.Module):
-    """Norm of the queries and keys of a head, without parameters: x / sqrt(mean(x^2) + eps), the mean in float32.
+    """Norm of the queries and keys of a head, without parameters: x / sqrt(mean(x^2) + eps).
 
     Args:
         eps: Number that is added to the mean of the squares, above 0.
@@ -300,8 +300,9 @@ class HeadNorm(nn.Module):
         """Map (..., d) to the same shape and dtype."""
         width, wide = input.shape[-1], torch.promote_types(input.dtype, torch.float32)
         # Not F.rms_norm: the norm of a vector takes a pass over the input less, and so does its derivative.
-        # Its sum is in float32 in any case; with dtype=torch.float32 all of the input would be converted first.
-        length = torch.linalg.vector_norm(input, dim=-1, keepdim=True).to(wide)
+        # In bfloat16 the sum is in float32 in any case, and is rounded; float16 may be too narrow for it.
+        dtype = wide if input.dtype is torch.float16 else None
+        length = torch.linalg.vector_norm(input, dim=-1, keepdim=True, dtype=dtype).to(wide)
         factor = (length * length / width + self.eps).rsqrt()
         if self.scale is not None:
             factor = factor * math.sqrt(self.scale * math.sqrt(width))

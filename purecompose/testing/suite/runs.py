@@ -92,7 +92,7 @@ def _evaluate(step: Step, state: State, data: Sequence[Any], *, may_replace: boo
         if may_replace:
             check_equal(_evaluated(step, state, data), outputs, ("in evaluation", "in prediction"), "outputs")
         else:
-            # The algorithm may add metrics of its own.
+            # The algorithm may add its own metrics.
             check_equal(dict(ours), {name: theirs.get(name) for name in ours}, labels, "metrics")
             check_equal(predict(in_prediction, data), outputs, labels, "outputs")
     except InPlaceError as error:
