@@ -1,7 +1,11 @@
 """The networks and methods whose code is written, as steps of ours and as loops that people write."""
 
+import importlib
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +22,8 @@ class Case(NamedTuple):
     batch: tuple[Tensor, Tensor]
     precision: str = "fp32"
     optimizer: str = "sgd"
+    recipe: Callable[[], Any] | None = None
+    """The methods and the optimizer of the task's recipe, as `Parts` of benchmarks/quality."""
 
 
 def mlp() -> Case:
@@ -86,6 +92,29 @@ def bert_dropout() -> Case:
     return Case(Encoder(30522, 512, 768, 12, 0.1), (ids, ids), "bf16", "adamw")
 
 
+def airbench() -> Case:
+    """The network of benchmarks/quality/cifar10_94.py and a batch of 1,000 images of 32x32."""
+    task = _quality("cifar10_94")
+    case = _images(task.SETUP.network(0), 1000, 32, 10)
+    return case._replace(recipe=lambda: task.SETUP.parts(task.RECIPE))
+
+
+def fineweb() -> Case:
+    """The GPT-2 of benchmarks/quality/fineweb.py and 64 sequences of 1,024 tokens, an eighth of its batch."""
+    task = _quality("fineweb")
+    ids = torch.randint(task.VOCABULARY, (64, 1025))
+    batch = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    return Case(task.new_net(0, {}), batch, "bf16", "adamw", lambda: task.recipe_parts(task.RECIPE))
+
+
+def _quality(name: str) -> Any:
+    """Return a script of benchmarks/quality, which makes its network on the CPU."""
+    benchmarks = pathlib.Path(__file__).parents[1]
+    sys.path.extend(str(folder) for folder in (benchmarks, benchmarks / "quality") if str(folder) not in sys.path)
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        return importlib.import_module(name)
+
+
 def _gpt(vocabulary: int, length: int, num: int, *, is_tied: bool = False, **sizes: int) -> Case:
     net = layers.ClassesSecond(models.gpt(vocabulary, length, is_tied=is_tied, **sizes))
     ids = torch.randint(vocabulary, (num, length + 1))
@@ -107,6 +136,8 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     "gpt2": gpt2,
     "bert": bert,
     "bert_dropout": bert_dropout,
+    "airbench": airbench,
+    "fineweb": fineweb,
 }
 
 METHODS: dict[str, Callable[[], list[Algorithm]]] = {
@@ -115,6 +146,7 @@ METHODS: dict[str, Callable[[], list[Algorithm]]] = {
     "mixup+label_smoothing": lambda: [alg.mixup(0.2), alg.label_smoothing(0.1)],
     "ema": lambda: [alg.ema()],
     "sam": lambda: [alg.sam(0.05)],
+    "recipe": list,  # the case's own
 }
 
 
@@ -125,11 +157,20 @@ def build(network: str) -> Case:
 
 
 def ours(case: Case, methods: str) -> tuple[Step, State]:
-    """Return the step of a case with methods, and the state at its start."""
+    """Return the step of a case with methods, and the state at its start.
+
+    Patches are whitened once, by the host; a step's code begins after it.
+    """
+    chosen = METHODS[methods]()
     optimizer = optim.adamw(1e-3) if case.optimizer == "adamw" else optim.sgd(0.01, momentum=0.9)
+    if methods == "recipe":
+        if case.recipe is None:
+            raise SystemExit("this network has no recipe; airbench and fineweb have")
+        parts = case.recipe()
+        chosen, optimizer = [one for one in parts.methods if one.name != "patch_whitening"], parts.optimizer
     settings: dict[str, Any] = {"precision": case.precision, "duration": "2ep", "batches_per_epoch": 100}
     state = State.create(case.net, loss=losses.cross_entropy, optimizer=optimizer, key=0, **settings)
-    step = compose(loop_events, METHODS[methods]())
+    step = compose(loop_events, chosen)
     return step, step.init(state)
 
 

@@ -12,7 +12,7 @@ from purecompose import Event, State
 
 
 class Point(NamedTuple):
-    """One evaluation. Seconds count from the first batch on, without evaluations."""
+    """One evaluation. Seconds count from the first batch on, without evaluations before this one."""
 
     batch: int
     value: float
@@ -22,6 +22,8 @@ class Point(NamedTuple):
     """How much of it was compilation."""
     cpu_seconds: float
     """Processor time of all threads, compilation included."""
+    evaluation: float = 0.0
+    """The seconds of this evaluation, which are not in the others."""
 
 
 class Curve:
@@ -35,6 +37,7 @@ class Curve:
     def __init__(self) -> None:
         self.points: list[Point] = []
         self._steps: list[float] = []
+        self._evaluation = 0.0
         self.start()
 
     def start(self) -> None:
@@ -57,11 +60,12 @@ class Curve:
         yield
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         self._wall, self._cpu, self._last = self._wall + wall, self._cpu + cpu, self._last + wall
+        self._evaluation = wall
 
     def add(self, value: float) -> None:
-        """Note the result of an evaluation; call it within `evaluating`, or directly after it."""
+        """Note the result of an evaluation; call it directly after `evaluating`."""
         seconds, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-        self.points.append(Point(len(self._steps), value, seconds, self._compiling(), cpu))
+        self.points.append(Point(len(self._steps), value, seconds, self._compiling(), cpu, self._evaluation))
 
     def _compiling(self) -> float:
         """Return the seconds of compilation: those by which a batch took longer than the next ones, if above 0.5 s."""

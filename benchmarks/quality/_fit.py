@@ -1,6 +1,6 @@
 """Training by `fit`: the recipe's side of a task."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from _curve import Curve, Observer
@@ -9,6 +9,10 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import Algorithm, State, compose, loop_events
+
+
+METRICS: Mapping[str, Mapping[str, Any]] = {"accuracy": {"accuracy": pc.metrics.accuracy}, "loss": {}}
+"""The metrics of the evaluators, besides the loss, by what a curve shows."""
 
 
 class Parts(NamedTuple):
@@ -48,8 +52,26 @@ def fit(
         The network's number of parameters.
     """
     curve.start()
-    step = compose(loop_events, parts.methods, microbatches=settings.get("microbatches", 1))
-    state = State.create(
+    step = new_step(parts.methods, settings)
+    state = new_state(net, parts, num_batches, seed, settings)
+    pc.fit(
+        pc.compile(step, quiet=True) if settings["compile"] else step,
+        state,
+        train,
+        evaluate=pc.Evaluator(test, METRICS[metric], every=lambda now: now.batch in due),
+        observers=Observer(curve, f"eval/{metric}"),
+    )
+    return num_params(net)
+
+
+def new_step(methods: Sequence[Algorithm], settings: Settings) -> pc.Step:
+    """Return the step with these methods, in slices as the settings say."""
+    return compose(loop_events, methods, microbatches=settings.get("microbatches", 1))
+
+
+def new_state(net: nn.Module, parts: Parts, num_batches: int, seed: int, settings: Settings) -> State:
+    """Return the state at the start of a run."""
+    return State.create(
         net,
         loss=pc.losses.cross_entropy,
         optimizer=parts.optimizer,
@@ -57,15 +79,6 @@ def fit(
         duration=f"{num_batches}ba",
         precision=settings["precision"],
     )
-    metrics = {"accuracy": pc.metrics.accuracy} if metric == "accuracy" else {}
-    pc.fit(
-        pc.compile(step, quiet=True) if settings["compile"] else step,
-        state,
-        train,
-        evaluate=pc.Evaluator(test, metrics, every=lambda now: now.batch in due),
-        observers=Observer(curve, f"eval/{metric}"),
-    )
-    return num_params(net)
 
 
 def num_params(net: nn.Module) -> int:

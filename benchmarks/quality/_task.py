@@ -71,13 +71,15 @@ class Task:
         return {"precision": precision, **self.sides[side].settings, **other}
 
 
-def run(task: Task, text: str | None) -> None:
+def run(task: Task, text: str | None, name: str | None = None) -> None:
     """The command line of a task: train what has no record yet.
 
     Args:
         task: The task.
         text: The script's docstring.
+        name: The first argument of the command line, by which a script with several tasks chose this one.
     """
+    own = [] if name is None else [name]
     parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
     parser.add_argument("--side", action="append", choices=list(task.sides), help="only this side; repeatable")
     parser.add_argument("--precision", action="append", choices=("fp32", "bf16"), help="only this one; repeatable")
@@ -87,7 +89,7 @@ def run(task: Task, text: str | None) -> None:
     parser.add_argument("--short", action="store_true", help="a few batches, to see that it runs: recorded nowhere")
     parser.add_argument("--records", type=pathlib.Path, default=RECORDS, help="folder of the records")
     parser.add_argument("--one", metavar="JSON", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(sys.argv[1 + len(own) :])
     if args.one is not None:
         print(json.dumps(_in_this_process(task, **json.loads(args.one))), flush=True)
         return
@@ -95,14 +97,14 @@ def run(task: Task, text: str | None) -> None:
     if args.short or args.set != "{}":
         settings = {**json.loads(args.set), **({"short": True} if args.short else {})}
         for side in sides:
-            _tell(task, in_process(side, TUNING_SEEDS, task.settings(side, precisions[0], **settings)))
+            _tell(task, in_process(side, TUNING_SEEDS, task.settings(side, precisions[0], **settings), *own))
         return
     wanted = _to_tune(task, sides, precisions) if args.tune else _to_report(task, sides, precisions, args.seeds)
     path = args.records / (f"{task.name}_tuning.jsonl" if args.tune else f"{task.name}.jsonl")
     done = [(r["side"], r["seed"], r["settings"]) for r in records(path)]
     for one in wanted:
         if one not in done:
-            record = in_process(*one)
+            record = in_process(*one, *own)
             args.records.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -143,10 +145,13 @@ def _to_tune(task: Task, sides: Sequence[str], precisions: Sequence[str]) -> Ite
                 yield side, seed, task.settings(side, precisions[0], **settings)
 
 
-def in_process(side: str, seed: int, settings: Settings) -> dict[str, Any]:
-    """Return the record of a run in a new process, with an empty cache of compiled code."""
+def in_process(side: str, seed: int, settings: Settings, *own: str) -> dict[str, Any]:
+    """Return the record of a run in a new process, with an empty cache of compiled code.
+
+    `own` are the first arguments of the script's command line, before its options.
+    """
     one = json.dumps({"side": side, "seed": seed, "settings": settings})
-    command = [sys.executable, str(pathlib.Path(sys.argv[0]).resolve()), "--one", one]
+    command = [sys.executable, str(pathlib.Path(sys.argv[0]).resolve()), *own, "--one", one]
     with tempfile.TemporaryDirectory() as cache:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)

@@ -9,7 +9,7 @@ Without a GPU, `--short` shows that it runs.
 import torch
 from _cifar import Setup
 from _task import Task, run
-from cifar10 import parts
+from cifar10 import recipe_parts
 
 
 BASELINE = {
@@ -35,8 +35,7 @@ RECIPE = {
     "scale": 1.0,
     "delay": 0.0,
     "full": 1.0,
-    "freeze_start": 0.4,
-    "freeze_level": 0.0,
+    "views": 2,
     "batch_size": 1000,
     "shift": 2,
     "epochs": 9,
@@ -46,8 +45,7 @@ SETUP = Setup(
     widths=(64, 256, 256),
     baseline=BASELINE,
     recipe=RECIPE,
-    parts=parts,
-    mirrors=True,
+    parts=recipe_parts,
     device="cuda" if torch.cuda.is_available() else "cpu",
 )
 TASK = Task(

@@ -25,28 +25,30 @@ from purecompose.nn import models
 
 BASELINE: Settings = {
     "optimizer": "adamw",
-    "lr": 0.02,
-    "betas": [0.9, 0.99],
+    "lr": 0.04,
+    "betas": [0.8, 0.98],
     "weight_decay": 0.01,
-    "batch_size": 64,
-    "epochs": 0.7,
+    "batch_size": 128,
+    "epochs": 0.75,
     "warmup": 0.1,
     "smoothing": 0.1,
     "compile": None,
 }
 RECIPE: Settings = {
-    "lr": 0.05,
-    "adamw": 0.02,
+    "lr": 0.2,
+    "momentum": 0.8,
+    "adamw": 0.04,
     "ns_steps": 3,
-    "batch_size": 64,
+    "batch_size": 128,
     "epochs": 0.45,
     "warmup": 0.02,
     "last": 0.3,
-    "ema": "20ba",
-    "smoothing": 0.1,
-    "scale": 1.0,
-    "full_size": 0.4,
-    "keep": 1.0,
+    "ema": "10ba",
+    "ema_every": "1ba",
+    "smoothing": 0.2,
+    "whitening": 5e-3,
+    "dirac": True,
+    "pool_first": True,
     "compile": None,
 }
 NUM_EXAMPLES = 60_000
@@ -56,7 +58,7 @@ FRACTIONS = [*(i / 10 for i in range(1, 7)), *(i / 40 for i in range(28, 41))]
 
 def baseline(seed: int, curve: Curve, s: Settings) -> int:
     """Train by a plain loop; with `compile` "network" or "step" under `torch.compile`."""
-    data, net, num_batches = images(), network(seed), length(s)
+    data, net, num_batches = images(s.get("data", "mnist.npz")), network(seed), length(s)
     torch.manual_seed(seed)
     curve.start()
     net = net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
@@ -91,7 +93,7 @@ def recipe(seed: int, curve: Curve, s: Settings) -> int:
 
 def train(seed: int, curve: Curve, s: Settings, parts: Parts) -> int:
     """Train by `fit` with the parts of a recipe."""
-    data, num_batches = images(), length(s)
+    data, num_batches = images(s.get("data", "mnist.npz")), length(s)
     return fit(
         network(seed),
         parts,
@@ -109,30 +111,38 @@ def train(seed: int, curve: Curve, s: Settings, parts: Parts) -> int:
 def recipe_parts(s: Settings) -> Parts:
     """Return the recipe: Muon for the filters, AdamW for the rest, a rate that falls linearly, smooth labels, EMA.
 
-    With `lr` 0 AdamW moves all parameters. With `scale` below 1 images are cropped, except in the share `full_size` of
-    the run at its end; with `keep` below 1 this share of the examples is selected by loss.
+    The first convolution whitens patches with `whitening`, the others begin as the identity with `dirac`, and with
+    `pool_first` norms and activations come after the poolings. With `lr` 0 AdamW moves all parameters.
     """
     curve = schedule.linear(alpha_f=s["last"], warmup=f"{s['warmup']}dur")
     methods = [alg.channels_last()]
-    if s["scale"] < 1:
-        full_size = s["full_size"]
-        methods.append(alg.progressive_resizing("crop", s["scale"], full_size, 1 - full_size))
+    if s["pool_first"]:
+        methods.append(alg.pool_first())
+    if s["whitening"]:
+        methods.append(alg.patch_whitening(eps=s["whitening"]))
+    if s["dirac"]:
+        methods.append(alg.initialize("dirac"))
     if s["smoothing"]:
         methods.append(alg.label_smoothing(s["smoothing"]))
-    if s["keep"] < 1:
-        methods.append(alg.selective_backprop(0.1, 0.85, s["keep"], full_every=0))
     if s["ema"]:
-        methods.append(alg.ema(s["ema"], start=0.4))
+        methods.append(alg.ema(s["ema"], start=0.4, every=s["ema_every"]))
     if not s["lr"]:
         return Parts(methods, optim.adamw(s["adamw"] * curve, weight_decay=0.01))
     rest = optim.adamw(s["adamw"] * curve, weight_decay=0.0, betas=(0.9, 0.99))
-    muon = optim.muon(s["lr"] * curve, weight_decay=0.0, ns_steps=s["ns_steps"], ns_precision="full", filters="only")
+    muon = optim.muon(
+        s["lr"] * curve,
+        momentum=s["momentum"],
+        weight_decay=0.0,
+        ns_steps=s["ns_steps"],
+        ns_precision="full",
+        filters="only",
+    )
     return Parts(methods, optim.by_pattern({"*": muon}, rest))
 
 
 @functools.cache
-def images() -> pc.data.ImageData:
-    return pc.data.load(data_file("mnist.npz"))
+def images(name: str) -> pc.data.ImageData:
+    return pc.data.load(data_file(name))
 
 
 def network(seed: int) -> nn.Module:
@@ -178,42 +188,44 @@ def accuracy(net: nn.Module, data: pc.data.ImageData, precision: str) -> float:
     return (predicted == data.test_targets).float().mean().item()
 
 
-LARGE: Settings = {"batch_size": 128}
+PLAIN_64: Settings = {"batch_size": 64, "lr": 0.02, "betas": [0.9, 0.99], "epochs": 0.7}
+RECIPE_64: Settings = {"batch_size": 64, "ema": "20ba", "momentum": 0.95, "lr": 0.1, "adamw": 0.03}
+SGD: Settings = {"optimizer": "sgd", "weight_decay": 0.0005, "betas": [0.9, 0.99]}
 TUNING: dict[str, list[Settings]] = {
     "baseline": [
-        {"lr": 0.01, "epochs": 1.0},
-        {"lr": 0.01, "epochs": 0.8},
-        {"lr": 0.005, "epochs": 1.0},
-        {"lr": 0.02, "epochs": 1.0},
-        {"lr": 0.02, "epochs": 0.8},
+        *({**PLAIN_64, "lr": lr, "epochs": 0.8} for lr in (0.01, 0.02, 0.03)),
+        {**PLAIN_64, "lr": 0.03},
+        PLAIN_64,
+        {**PLAIN_64, "warmup": 0.02},
+        {**PLAIN_64, "betas": [0.9, 0.999], "epochs": 0.8},
+        {**PLAIN_64, "betas": [0.8, 0.98]},
+        {**PLAIN_64, "smoothing": 0.2},
+        {**PLAIN_64, "epochs": 0.6},
+        {"lr": 0.02, "betas": [0.9, 0.99], "epochs": 1.0},
+        {"lr": 0.03, "betas": [0.9, 0.99], "epochs": 0.8},
+        {"betas": [0.9, 0.99], "epochs": 0.8},
         {"lr": 0.03, "epochs": 0.8},
-        {"lr": 0.03, "epochs": 0.9},
-        {"lr": 0.02, **LARGE, "epochs": 1.0},
-        {"lr": 0.02, **LARGE, "epochs": 1.25},
-        {"lr": 0.03, **LARGE, "epochs": 1.0},
-        {"optimizer": "sgd", "weight_decay": 0.0005, "lr": 0.6, **LARGE, "epochs": 1.0},
+        {**SGD, "lr": 0.6, "epochs": 0.8},
+        {**SGD, "lr": 0.3, "batch_size": 64, "epochs": 0.7},
         {"lr": 0.03, "epochs": 0.7},
-        {"warmup": 0.02},
-        # Those above had betas of 0.9 and 0.999, and where they say nothing else 0.8 epochs.
-        {"betas": [0.9, 0.99]},
-        {"betas": [0.8, 0.98]},
-        {"betas": [0.9, 0.99], "epochs": 0.7},
+        {"epochs": 0.7},
+        {"lr": 0.03, "betas": [0.7, 0.95], "epochs": 0.7},
+        {"lr": 0.05, "epochs": 0.7},
     ],
-    # The first eleven were run with a warm-up of 0.1, with `last` 0, and without EMA, the defaults of their time.
     "recipe": [
-        {"epochs": 0.6, "adamw": 0.01},
-        {"epochs": 0.5, "adamw": 0.01},
-        {"epochs": 0.4, "adamw": 0.01},
-        {"epochs": 0.5, "lr": 0.1, "adamw": 0.01},
-        {"epochs": 0.5, "adamw": 0.02},
-        {"epochs": 0.5, "lr": 0.1, "adamw": 0.02},
-        {"epochs": 0.45, "lr": 0.1, "adamw": 0.02},
-        {"epochs": 0.45, "lr": 0.15, "adamw": 0.03},
-        {"epochs": 0.6, **LARGE, "lr": 0.1, "adamw": 0.01},
-        {"epochs": 0.7, **LARGE, "lr": 0.1, "adamw": 0.02},
-        {"epochs": 0.6, "scale": 0.86, "adamw": 0.01},
-        {"epochs": 0.5, "last": 0.0, "ema": None},
-        {"epochs": 0.5},
+        {**RECIPE_64, "lr": 0.05},
+        {**RECIPE_64, "lr": 0.15},
+        {**RECIPE_64, "adamw": 0.02},
+        {**RECIPE_64, "smoothing": 0.1},
+        {**RECIPE_64, "last": 0.1},
+        {**RECIPE_64, "last": 0.5},
+        {**RECIPE_64, "whitening": 5e-2},
+        {**RECIPE_64, "whitening": None},
+        {**RECIPE_64, "dirac": False},
+        {**RECIPE_64, "pool_first": False},
+        RECIPE_64,
+        {"momentum": 0.9},
+        {"lr": 0.3},
         {},
     ],
 }
@@ -228,7 +240,7 @@ TASK = Task(
     tuning=TUNING,
     num_seeds=10,
     num_tuning_seeds=3,
-    precisions=("bf16", "fp32"),
+    precisions=("bf16",),
 )
 
 

@@ -15,7 +15,7 @@ import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import cifar10
 import mnist
@@ -33,17 +33,17 @@ from purecompose.analysis import simultaneous_intervals
 ROOT = pathlib.Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 TASKS = (mnist.TASK, cifar10.TASK, shakespeare.TASK)
-COLORS = {"recipe": "#c2410c", "recipe, eager": "#fb923c", "baseline": "#334155", "baseline, eager": "#94a3b8"}
+COLORS = {"recipe": "#c2410c", "baseline": "#334155"}
 Runs = Mapping[tuple[str, int], Sequence[Point]]
 """The points of each run of one task in one precision, by side and seed."""
 
 
-class Times(NamedTuple):
-    """Seconds until a side reaches the target, by seed; infinite where it does not."""
+class Reached(NamedTuple):
+    """When a run reaches the target; infinite if it does not."""
 
-    training: dict[int, float]
-    in_all: dict[int, float]
-    batches: dict[int, float]
+    seconds: float
+    """Of training, compilation included."""
+    batches: float
 
 
 def runs_of(task: Task, precision: str) -> Runs:
@@ -52,61 +52,66 @@ def runs_of(task: Task, precision: str) -> Runs:
     return {(r["side"], r["seed"]): r["points"] for r in found if r["settings"] == task.settings(r["side"], precision)}
 
 
-def times_of(task: Task, runs: Runs, side: str) -> Times:
-    """Return the times of a side to the target."""
-    times = Times({}, {}, {})
+def reached(task: Task, runs: Runs, side: str) -> dict[int, Reached]:
+    """Return when each run of a side reaches the target, by seed."""
+    found: dict[int, Reached] = {}
     for (name, seed), points in runs.items():
         if name == side:
-            reached = task.reached(points)
-            times.training[seed] = math.inf if reached is None else reached.seconds - reached.compiling
-            times.in_all[seed] = math.inf if reached is None else reached.seconds
-            times.batches[seed] = math.inf if reached is None else reached.batch
-    return times
+            point = task.reached(points)
+            # Evaluations are not counted, but for what averaging over several views of an image adds to one.
+            views = task.sides[side].settings.get("views", 1)
+            found[seed] = (
+                Reached(math.inf, math.inf)
+                if point is None
+                else Reached(point.seconds + point.evaluation * (1 - 1 / views), point.batch)
+            )
+    return found
+
+
+def seconds(task: Task, side: str) -> dict[int, float]:
+    """Return the seconds until each run of a side reaches the target in the task's fastest precision, by seed."""
+    return {seed: one.seconds for seed, one in reached(task, runs_of(task, task.precisions[0]), side).items()}
 
 
 def rows_of(task: Task) -> Iterator[Row]:
     """Yield a row for each side in each precision; ratios are those of paired seeds, over the baseline."""
     for precision in task.precisions:
         runs = runs_of(task, precision)
-        base, base_in_all = times_of(task, runs, "baseline"), soonest(task, runs, "baseline")
+        base = reached(task, runs, "baseline")
         for side in task.sides:
-            times = times_of(task, runs, side)
-            if not times.training:
+            own = reached(task, runs, side)
+            if not own:
                 continue
-            reached = sum(map(math.isfinite, times.training.values()))
+            num_reached = sum(math.isfinite(one.seconds) for one in own.values())
             yield {
                 "task": task.name,
                 "precision": precision,
                 "side": side,
-                "reached": f"{reached} of {len(times.training)}",
-                "batches": f"{median(times.batches.values()):g}",
-                "seconds": _mean(times.training),
-                "with compilation": _mean(times.in_all),
-                "of baseline": _ratio(times.training, base.training),
-                "with compilation, of the sooner baseline": _ratio(times.in_all, base_in_all),
+                "reached": f"{num_reached} of {len(own)}",
+                "batches": f"{median(one.batches for one in own.values()):g}",
+                "seconds": _mean([one.seconds for one in own.values()]),
+                "batches, of baseline": _ratio(own, base, "batches"),
+                "seconds, of baseline": _ratio(own, base, "seconds"),
             }
 
 
 def short_row(task: Task) -> Row:
     """Return the row of a task in the README: its fastest precision, in one line."""
     runs = runs_of(task, task.precisions[0])
-    base, ours = times_of(task, runs, "baseline").training, times_of(task, runs, "recipe").training
-    base_in_all, ours_in_all = (soonest(task, runs, side) for side in ("baseline", "recipe"))
+    base, own = reached(task, runs, "baseline"), reached(task, runs, "recipe")
     return {
         "task": task.title,
         "target": f"{task.metric} {task.target:g}",
-        "tuned PyTorch loop": f"{median(base_in_all.values()):.0f} s",
-        "recipe": f"{median(ours_in_all.values()):.0f} s",
-        "ratio": _ratio(ours_in_all, base_in_all),
-        "ratio without compilation": _ratio(ours, base),
+        "tuned PyTorch loop": f"{median(one.seconds for one in base.values()):.1f} s",
+        "recipe": f"{median(one.seconds for one in own.values()):.1f} s",
+        "ratio": _ratio(own, base, "seconds"),
     }
 
 
 def score_rows() -> list[Row]:
     """Return AlgoPerf's score of both sides, with the times that it consists of, over those of the faster side."""
     times = {
-        name: {task.name: median(soonest(task, runs_of(task, task.precisions[0]), name).values()) for task in TASKS}
-        for name in ("baseline", "recipe")
+        name: {task.name: median(seconds(task, name).values()) for task in TASKS} for name in ("baseline", "recipe")
     }
     scores = profile_scores(times)
     least = {task.name: min(own[task.name] for own in times.values()) for task in TASKS}
@@ -138,32 +143,20 @@ def saved_rows(name: str, columns: Sequence[str] | None = None) -> list[Row]:
     return [{column: row[column] for column in columns or row} for row in rows]
 
 
-def soonest(task: Task, runs: Runs, name: str) -> dict[int, float]:
-    """Return the seconds in all until a side reaches the target, by seed, in its sooner form."""
-    form = sooner_form(task, runs, name)
-    return {} if form is None else times_of(task, runs, form).in_all
-
-
-def sooner_form(task: Task, runs: Runs, name: str) -> str | None:
-    """Return the form of a side, compiled or not, that reaches the target sooner in the median; `None` without runs."""
-    forms = {side: times_of(task, runs, side).in_all for side in task.sides if side.partition(",")[0] == name}
-    return min((form for form in forms if forms[form]), key=lambda form: median(forms[form].values()), default=None)
-
-
-def _mean(seconds: Mapping[int, float]) -> str:
+def _mean(seconds: Sequence[float]) -> str:
     """Return the mean with its 95 % interval."""
-    values = list(seconds.values())
-    if not all(map(math.isfinite, values)):
-        return f"median {median(values):.1f}"
-    if len(values) < 5:
-        return f"{fmean(values):.1f}"
-    (interval,) = simultaneous_intervals(torch.tensor([values], dtype=torch.float64))
+    if not all(map(math.isfinite, seconds)):
+        return f"median {median(seconds):.1f}"
+    if len(seconds) < 5:
+        return f"{fmean(seconds):.1f}"
+    (interval,) = simultaneous_intervals(torch.tensor([seconds], dtype=torch.float64))
     return f"{interval.mean:.1f} ({interval.low:.1f} to {interval.high:.1f})"
 
 
-def _ratio(seconds: Mapping[int, float], base: Mapping[int, float]) -> str:
+def _ratio(own: Mapping[int, Reached], base: Mapping[int, Reached], unit: Literal["seconds", "batches"]) -> str:
     """Return the median of the ratios of paired seeds, with quartiles."""
-    ratios = [seconds[seed] / base[seed] for seed in seconds if math.isfinite(base.get(seed, math.inf))]
+    pairs = [(getattr(own[seed], unit), getattr(base[seed], unit)) for seed in own if seed in base]
+    ratios = [one / other for one, other in pairs if math.isfinite(other)]
     if len(ratios) < 2:
         return "".join(f"{one:.2f}" for one in ratios)
     low, middle, high = quartiles(ratios)
@@ -204,18 +197,17 @@ def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
 
 
 def draw_short(tasks: Sequence[Task], path: pathlib.Path) -> None:
-    """Draw the curves of all seeds over seconds, in the forms whose times the README's table gives."""
+    """Draw the curves of all seeds over seconds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.7), layout="constrained")
     panels: Any = figure.subplots(1, len(tasks))
     for task, panel in zip(tasks, panels, strict=True):
-        runs = runs_of(task, task.precisions[0])
+        runs = sorted(runs_of(task, task.precisions[0]).items())
         for name in ("baseline", "recipe"):
-            form = sooner_form(task, runs, name)
-            for _, points in (item for item in sorted(runs.items()) if item[0][0] == form):
-                seconds, values = [point.seconds for point in points], [point.value for point in points]
-                panel.plot(seconds, values, color=COLORS[name], linewidth=1, alpha=0.8)
+            for points in (points for (side, _), points in runs if side == name):
+                times, values = [point.seconds for point in points], [point.value for point in points]
+                panel.plot(times, values, color=COLORS[name], linewidth=1, alpha=0.8)
         panel.axhline(task.target, color="#94a3b8", linewidth=0.8, linestyle="--")
         panel.set(xlabel="seconds", xlim=(0, None), ylim=task.shown, ylabel=task.metric)
         panel.set_title(f"{task.title.partition(',')[0]}, to {task.target:g}", loc="left", fontsize=10)
@@ -249,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for task in TASKS for row in rows_of(task)]
     for task, name in itertools.product(TASKS, ("baseline", "recipe")):
-        if sooner_form(task, runs_of(task, task.precisions[0]), name) is None:
+        if not seconds(task, name):
             raise SystemExit(f"{task.name}: no records of the {name} with its present settings; run {task.name}.py")
     print(table(rows))
     tables = {

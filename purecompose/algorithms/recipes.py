@@ -1,10 +1,14 @@
 """Recipes by name: methods that work well together, with the settings that they were found with.
 
-Two recipes were tuned as a whole to reach a quality soon, each on one network and data set (docs/quality.md):
+Three recipes were tuned as a whole to reach a quality soon, each on one network and data set (docs/quality.md):
 
-    mnist-fast        for small images of one channel and convolutional networks: Muon for the filters, AdamW for the
-                      rest, label smoothing, channels last, EMA
-    shakespeare-fast  for a small GPT on characters: Muon for the matrices of its blocks, AdamW for the rest, EMA
+    mnist-fast    for small images of one channel and convolutional networks: whitened patches, identity initialisation,
+                  poolings first, Muon for the filters, AdamW for the rest, label smoothing, channels last, EMA
+    cifar10-fast  for small images in colour and networks like that of airbench: whitened patches, identity
+                  initialisation, alternating mirrors, crops, small images at first, Muon for the filters, SGD for the
+                  rest, label smoothing, channels last, averages over an image and its mirror image in evaluation
+    text-fast     for a GPT of at least four blocks on characters: value embeddings, Muon for the matrices of its
+                  blocks, AdamW for the rest, EMA
 
 Three are the published ones for image classification:
 
@@ -32,16 +36,23 @@ from typing import Any
 
 from purecompose import losses, optim, schedule
 from purecompose.algorithms import (
+    alternating_flip,
     blurpool,
     channels_last,
     colout,
     ema,
+    initialize,
     label_smoothing,
     mixup,
+    patch_whitening,
+    pool_first,
     progressive_resizing,
     randaugment,
+    random_crop,
     sam,
     stochastic_depth,
+    test_time_averaging,
+    value_embeddings,
 )
 from purecompose.core.algorithm import Algorithm
 
@@ -94,27 +105,57 @@ def _hot() -> Recipe:
 
 def _mnist_fast() -> Recipe:
     curve = schedule.linear(alpha_f=0.3, warmup="0.02dur")
-    filters = optim.muon(0.05 * curve, weight_decay=0.0, ns_steps=3, ns_precision="full", filters="only")
-    rest = optim.adamw(0.02 * curve, betas=(0.9, 0.99), weight_decay=0.0)
+    filters = optim.muon(0.2 * curve, momentum=0.8, weight_decay=0.0, ns_steps=3, ns_precision="full", filters="only")
+    rest = optim.adamw(0.04 * curve, betas=(0.9, 0.99), weight_decay=0.0)
     return Recipe(
-        (channels_last(), label_smoothing(0.1), ema("20ba", start=0.4)),
+        (
+            channels_last(),
+            pool_first(),
+            patch_whitening(eps=5e-3),
+            initialize("dirac"),
+            label_smoothing(0.2),
+            ema("10ba", start=0.4),
+        ),
         losses.cross_entropy,
         optim.by_pattern({"*": filters}, rest),
-        duration="422ba",
-        batch_size=64,
+        duration="211ba",
+        batch_size=128,
         precision="bf16",
     )
 
 
-def _shakespeare_fast() -> Recipe:
+def _cifar10_fast() -> Recipe:
+    curve = schedule.linear(warmup="0dur")
+    filters = optim.muon(0.4 * curve, momentum=0.7, weight_decay=0.1, filters="only")
+    biases, head = (optim.sgd(lr * curve, momentum=0.85, nesterov=True) for lr in (20.0, 0.5))
+    return Recipe(
+        (
+            patch_whitening(),
+            initialize("dirac"),
+            channels_last(),
+            alternating_flip(),
+            random_crop(1),
+            progressive_resizing(initial_scale=0.5, delay_fraction=0.3, finetune_fraction=0.2),
+            label_smoothing(0.1),
+            test_time_averaging(),
+        ),
+        losses.cross_entropy,
+        optim.by_pattern({"*": filters, "*bias": biases}, head),
+        duration="218ba",
+        batch_size=512,
+        precision="bf16",
+    )
+
+
+def _text_fast() -> Recipe:
     curve = schedule.linear(alpha_f=0.3, warmup="0.02dur")
-    matrices = optim.muon(0.03 * curve, momentum=0.9, weight_decay=0.0)
+    matrices = optim.muon(0.045 * curve, momentum=0.9, weight_decay=0.0)
     rest = optim.adamw(0.03 * curve, betas=(0.8, 0.98), weight_decay=0.0)
     return Recipe(
-        (ema("20ba", start=0.5),),
+        (ema("20ba", start=0.5), value_embeddings((0, 1, 2, 3))),
         losses.cross_entropy,
         optim.by_pattern({"*blocks.*": matrices}, rest),
-        duration="280ba",
+        duration="240ba",
         batch_size=24,
         precision="bf16",
     )
@@ -127,7 +168,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     ),
     "hot": _hot,
     "mnist-fast": _mnist_fast,
-    "shakespeare-fast": _shakespeare_fast,
+    "cifar10-fast": _cifar10_fast,
+    "text-fast": _text_fast,
 }
 """Map from the name of each recipe to a function that returns it."""
 
@@ -136,7 +178,7 @@ def recipe(name: str) -> Recipe:
     """Return a recipe by its name.
 
     Args:
-        name: "mild", "medium", "hot", "mnist-fast" or "shakespeare-fast".
+        name: "mild", "medium", "hot", "mnist-fast", "cifar10-fast" or "text-fast".
 
     Raises:
         ValueError: No recipe has this name.

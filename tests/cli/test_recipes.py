@@ -11,9 +11,13 @@ from purecompose.cli import main
 NETWORK = ("--model", "resnet8(width=16)", "--duration", "4ba", "--batch-size", "16", "--quiet")
 
 
-@pytest.mark.parametrize("name", ["mild", "medium", "hot", "mnist-fast"])
-def test_a_recipe_for_images_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--recipe", name, *NETWORK]) == 0
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(name, "resnet8(width=16)") for name in ("mild", "medium", "hot")]
+    + [("mnist-fast", "cnn"), ("cifar10-fast", "cnn")],
+)
+def test_a_recipe_for_images_runs(name: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--recipe", name, *NETWORK, "--model", model]) == 0
     captured = capsys.readouterr()
     assert "test accuracy" in captured.out and captured.err == ""
 
@@ -23,12 +27,12 @@ def test_a_recipe_for_text_runs_with_its_optimizer_and_batch_size(
 ) -> None:
     book = tmp_path / "book.txt"
     book.write_text("abcdefgh" * 1000)
-    given = ["train", "--recipe", "shakespeare-fast", "--data", str(book), "--model", "gpt(width=16, depth=1)"]
+    given = ["train", "--recipe", "text-fast", "--data", str(book), "--model", "gpt(width=16, depth=4)"]
     assert main([*given, "--length", "16", "--duration", "3ba", "--out", str(tmp_path / "run")]) == 0
-    assert f"in batches of {recipe('shakespeare-fast').batch_size}" in capsys.readouterr().out
+    assert f"in batches of {recipe('text-fast').batch_size}" in capsys.readouterr().out
     config = (tmp_path / "run" / "config.toml").read_text()
-    assert "recipe('shakespeare-fast')" in config and 'precision = "bf16"' in config
-    assert main(["train", "--recipe", "shakespeare-fast", *NETWORK]) == 2
+    assert "recipe('text-fast')" in config and 'precision = "bf16"' in config
+    assert main(["train", "--recipe", "text-fast", *NETWORK]) == 2
     assert "--optimizer: by_pattern: '*blocks.*' matches no parameter" in capsys.readouterr().err
     assert main([*given, "--schedule", "cosine"]) == 2
     assert "its optimizer has a schedule; leave out --schedule" in capsys.readouterr().err
