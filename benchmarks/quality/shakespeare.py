@@ -34,7 +34,7 @@ FRACTIONS = [i / 10 for i in range(1, 8)] + [i / 40 for i in range(29, 41)]
 
 BASELINE: Settings = {  # the fastest for it
     "batch_size": 24,
-    "steps": 600,
+    "steps": 640,
     "lr": 8e-3,
     "betas": [0.8, 0.98],
     "weight_decay": 0.1,
@@ -57,7 +57,7 @@ PUBLISHED: Settings = {  # nanoGPT's for a CPU
 }
 RECIPE: Settings = {
     "batch_size": 24,
-    "steps": 240,
+    "steps": 270,
     "lr": 0.045,
     "momentum": 0.9,
     "ns_steps": 5,
@@ -88,7 +88,7 @@ TUNING: Mapping[str, Sequence[Settings]] = {
                 {"batch_size": 24, "steps": 620, "lr": 8e-3},
             )
         ),
-        {"lr": 0.01},
+        {"lr": 0.01, "steps": 600},
         {"steps": 560},
     ],
     "recipe": [
@@ -111,8 +111,6 @@ TUNING: Mapping[str, Sequence[Settings]] = {
                 {"lr": 0.06, "steps": 200},
             )
         ),
-        {"betas": [0.8, 0.95]},
-        {},
     ],
 }
 

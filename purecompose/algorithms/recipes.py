@@ -155,7 +155,7 @@ def _text_fast() -> Recipe:
         (ema("20ba", start=0.5), value_embeddings((0, 1, 2, 3))),
         losses.cross_entropy,
         optim.by_pattern({"*blocks.*": matrices}, rest),
-        duration="240ba",
+        duration="270ba",
         batch_size=24,
         precision="bf16",
     )
