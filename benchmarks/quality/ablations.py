@@ -17,6 +17,7 @@ import cifar10
 import mnist
 import shakespeare
 import torch
+from _cifar import length
 from _fit import METRICS, Parts, new_state, new_step
 from _task import TUNING_SEEDS, Settings, Task
 from _timing import RESULTS, Row, paired, quartiles, save
@@ -47,7 +48,7 @@ def _mnist() -> Subject:
 def _cifar10() -> Subject:
     setup = cifar10.SETUP
     train, test = _batches(setup.data({}))
-    return Subject(cifar10.TASK, "recipe", setup.parts, setup.network, train, test, cifar10.length)
+    return Subject(cifar10.TASK, "recipe", setup.parts, setup.network, train, test, length)
 
 
 def _shakespeare() -> Subject:

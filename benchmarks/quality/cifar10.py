@@ -8,7 +8,7 @@ EPYC), and to compile the recipe takes longer than an epoch, for each size of im
 people write; "whitened loop" also has, by hand, airbench's first weights, which in the recipe come from two methods.
 """
 
-from _cifar import Setup, length as length  # `length` is also used from here
+from _cifar import Setup
 from _fit import Parts
 from _task import Settings, Task, run
 

@@ -5,8 +5,9 @@
 The task is that of modded-nanogpt's speed runs (https://github.com/KellerJordan/modded-nanogpt), whose script
 `cached_fineweb10B.py` downloads the files `fineweb_train_*.bin` and `fineweb_val_*.bin` to the folder. Each has a
 header of 1,024 bytes and GPT-2's tokens as 16-bit numbers. Batches have 512 windows of 1,024 tokens; the loss is that
-of the first 10,485,760 tokens of the validation file. The loop's settings are those of the first runs there. Nobody
-has run this script to its end: without a GPU, `--short` trains a small network for some batches, to show that it works.
+of the first 10,485,760 tokens of the validation file. The loop's settings are those of the first runs there. This
+script was never run to its end: without a GPU, `--short` trains a small network for some batches, to show that it
+works.
 """
 
 from collections.abc import Iterator

@@ -18,6 +18,7 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 import cifar10
+import held_out
 import mnist
 import shakespeare
 import torch
@@ -213,8 +214,8 @@ def draw_short(tasks: Sequence[Task], path: pathlib.Path) -> None:
         panel.set_title(f"{task.title.partition(',')[0]}, to {task.target:g}", loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     for name, label in (("baseline", "tuned PyTorch loop"), ("recipe", "recipe")):
-        panels[0].plot([], [], color=COLORS[name], label=label)
-    panels[0].legend(frameon=False, fontsize=9, loc="lower right")
+        panels[-1].plot([], [], color=COLORS[name], label=label)
+    panels[-1].legend(frameon=False, fontsize=9, loc="upper right")
     save(figure, path, "Quality over seconds, compilation included, on three tasks, for both sides and all seeds")
 
 
@@ -247,6 +248,8 @@ def main() -> None:
     tables = {
         ROOT / "docs" / "quality.md": {
             "quality": markdown(rows),
+            "held_out": markdown([row for task in held_out.TASKS.values() for row in rows_of(task)]),
+            "ablations": markdown([row for task in TASKS for row in saved_rows(f"ablation_{task.name}")]),
             "finetuning": markdown(saved_rows("finetuning", FINETUNING)),
             **{name: markdown(saved_rows(name)) for name in ("rates", "ensemble_time", "schedules")},
             "scores": markdown(score_rows()),

@@ -110,7 +110,7 @@ TUNING: Mapping[str, Sequence[Settings]] = {
                 {"lr": 0.06, "betas": [0.8, 0.95]},
                 {"lr": 0.06, "steps": 200},
             )
-        ),
+        )
     ],
 }
 

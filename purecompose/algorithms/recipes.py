@@ -1,28 +1,17 @@
 """Recipes by name: methods that work well together, with the settings that they were found with.
 
-Three recipes were tuned as a whole to reach a quality soon, each on one network and data set (docs/quality.md):
+Two recipes were tuned as a whole to reach a quality soon, each on one network and data set (docs/quality.md):
 
-    mnist-fast    for small images of one channel and convolutional networks: whitened patches, identity initialisation,
-                  poolings first, Muon for the filters, AdamW for the rest, label smoothing, channels last, EMA
-    cifar10-fast  for small images in colour and networks like that of airbench: whitened patches, identity
-                  initialisation, alternating mirrors, crops, small images at first, Muon for the filters, SGD for the
-                  rest, label smoothing, channels last, averages over an image and its mirror image in evaluation
-    text-fast     for a GPT of at least four blocks on characters: value embeddings, Muon for the matrices of its
-                  blocks, AdamW for the rest, EMA
+    mnist-fast  for small images of one channel and convolutional networks
+    text-fast   for a GPT of at least four blocks on characters
 
-Three are the published ones for image classification:
+Three are the published ones for image classification with ResNets:
 
-    mild      blurpool, channels last, EMA, progressive resizing, label smoothing
-    medium    the methods of mild, MixUp, and SAM in every 10th step
-    hot       label smoothing, MixUp, SAM in every 5th step, ColOut, RandAugment, stochastic depth of single examples,
-              progressive resizing
+    mild, medium, hot  for short, medium and long runs on images of about 224 pixels a side: each costs more per step
+                       than the one before, and gains more over many steps
 
-They are meant for ResNets on large images, in short, medium and long runs respectively: each recipe costs more per step
-than the one before, and gains more over many steps. Images should have about 224 pixels a side: from 8 x 8 images,
-progressive resizing leaves only a few pixels. The settings are the published ones, found with binary cross entropy
-summed over classes. Optimizer, schedule and the length of the run are for you to choose.
-
-The published hot recipe also has BlurPool, channels last and EMA:
+Their settings were found with binary cross entropy summed over classes; optimizer, schedule and the length of the run
+are for you to choose. The published hot recipe also has BlurPool, channels last and EMA:
 
     [*recipe("mild").methods[:3], *recipe("hot").methods]
 
@@ -36,7 +25,6 @@ from typing import Any
 
 from purecompose import losses, optim, schedule
 from purecompose.algorithms import (
-    alternating_flip,
     blurpool,
     channels_last,
     colout,
@@ -48,10 +36,8 @@ from purecompose.algorithms import (
     pool_first,
     progressive_resizing,
     randaugment,
-    random_crop,
     sam,
     stochastic_depth,
-    test_time_averaging,
     value_embeddings,
 )
 from purecompose.core.algorithm import Algorithm
@@ -59,13 +45,13 @@ from purecompose.core.algorithm import Algorithm
 
 @dataclass(frozen=True)
 class Recipe:
-    """Methods that work well together, with the settings that they were found with.
+    """What a recipe consists of.
 
     Attributes:
         methods: The algorithms, for `compose`.
         loss: The loss, for `State.create`.
         optimizer: The optimizer with its schedule; `None` if it is for you to choose, as all settings below.
-        duration: The length of the run, such as "3ep".
+        duration: The length of the run.
         batch_size: Examples per batch.
         precision: The precision of the forward pass.
     """
@@ -124,29 +110,6 @@ def _mnist_fast() -> Recipe:
     )
 
 
-def _cifar10_fast() -> Recipe:
-    curve = schedule.linear(warmup="0dur")
-    filters = optim.muon(0.4 * curve, momentum=0.7, weight_decay=0.1, filters="only")
-    biases, head = (optim.sgd(lr * curve, momentum=0.85, nesterov=True) for lr in (20.0, 0.5))
-    return Recipe(
-        (
-            patch_whitening(),
-            initialize("dirac"),
-            channels_last(),
-            alternating_flip(),
-            random_crop(1),
-            progressive_resizing(initial_scale=0.5, delay_fraction=0.3, finetune_fraction=0.2),
-            label_smoothing(0.1),
-            test_time_averaging(),
-        ),
-        losses.cross_entropy,
-        optim.by_pattern({"*": filters, "*bias": biases}, head),
-        duration="218ba",
-        batch_size=512,
-        precision="bf16",
-    )
-
-
 def _text_fast() -> Recipe:
     curve = schedule.linear(alpha_f=0.3, warmup="0.02dur")
     matrices = optim.muon(0.045 * curve, momentum=0.9, weight_decay=0.0)
@@ -168,7 +131,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     ),
     "hot": _hot,
     "mnist-fast": _mnist_fast,
-    "cifar10-fast": _cifar10_fast,
     "text-fast": _text_fast,
 }
 """Map from the name of each recipe to a function that returns it."""
@@ -178,7 +140,7 @@ def recipe(name: str) -> Recipe:
     """Return a recipe by its name.
 
     Args:
-        name: "mild", "medium", "hot", "mnist-fast", "cifar10-fast" or "text-fast".
+        name: "mild", "medium", "hot", "mnist-fast" or "text-fast".
 
     Raises:
         ValueError: No recipe has this name.
