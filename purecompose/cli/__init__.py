@@ -1,20 +1,23 @@
 """The command line: `python -m purecompose train`, `evaluate`, `replay`, `plan`, `check`, `algorithms` and others.
 
 Each command is a function: its signature gives the options, its docstring the help (`purecompose.cli.options`).
-
-After a usage error, which prints one line to standard error, the exit status is 2. It is 1 if a package is missing, a
-step of `train` raises an error, or `check` finds a law broken.
 """
 
 import argparse
 import os
+import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from importlib import metadata
 from typing import Any, Literal
 
+import torch
+
 from purecompose import __version__
+from purecompose._support.device import processor
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
@@ -49,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; by default those of the process.
 
     Returns:
-        The exit status: 0 after success; 1 if a package is missing, a step fails, a checkpoint cannot be used, the last
-        checkpoint or the report cannot be written, or `check` finds a law broken; 2 after a usage error; 130 after an
-        interrupt; 143 after SIGTERM.
+        The exit status, as the help describes it.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _make_parser()
@@ -166,6 +167,25 @@ def completion(shell: Literal["bash", "zsh", "fish", "tcsh"]) -> None:
     say(shtab.complete(parser, shell=shell, root_prefix="purecompose"))
 
 
+def env() -> None:
+    """Print what runs depend on here, for the report of a problem.
+
+    Examples:
+        python -m purecompose env
+    """
+    packages = {re.split(r"[^\w.-]", one)[0] for one in metadata.requires("purecompose") or ()}
+    found = {"purecompose": __version__, "python": platform.python_version()}
+    for name in sorted(packages):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    found |= {"system": platform.platform(), "processor": processor(), "threads": f"{torch.get_num_threads()}"}
+    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    found |= {name: one for name, one in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+    say("\n".join(f"{name}: {one}" for name, one in found.items()))
+
+
+_SETTINGS = ("PURECOMPOSE_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_", "OMP_", "MKL_", "MALLOC_")
+
 _COMMANDS: dict[str, Callable[..., int | None]] = {
     command.__name__.replace("_", "-"): command
     for command in (
@@ -184,6 +204,7 @@ _COMMANDS: dict[str, Callable[..., int | None]] = {
         plan,
         algorithms,
         completion,
+        env,
         check,
     )
 }

@@ -231,6 +231,6 @@ def examples_of(command: Callable[..., Any]) -> str | None:
 
 def _documented(owner: Callable[..., Any]) -> dict[str, str]:
     """Return the words for each argument in a docstring."""
-    _, _, text = re.split(r"^(Args|Attributes):\n", f"{inspect.getdoc(owner)}\n", maxsplit=1, flags=re.M)
+    *_, text = re.split(r"^(Args|Attributes):\n", f"{inspect.getdoc(owner)}\n", maxsplit=1, flags=re.M)
     entries = re.findall(r"^    (\w+): (.+\n(?:        .+\n)*)", text.partition("\nExamples:")[0], re.M)
     return {name: " ".join(words.split()) for name, words in entries}
