@@ -29,21 +29,37 @@ def _prepare(obj: griffe.Object) -> None:
     for member in obj.members.values():
         if isinstance(member, griffe.Object):
             _prepare(member)
-    if isinstance(obj, griffe.Class) and obj.docstring:
-        _list_fields(obj, obj.docstring)
+    if isinstance(obj, griffe.Class):
+        _drop_properties(obj)
+        if obj.docstring:
+            _list_fields(obj, obj.docstring)
+
+
+def _drop_properties(obj: griffe.Class) -> None:
+    """Leave out the properties of a state's fields, which stand where a default would."""
+    for field in obj.attributes.values():
+        if str(field.value).startswith("_field("):
+            field.value = None
+    init = obj.members.get("__init__")
+    for parameter in init.parameters if isinstance(init, griffe.Function) else ():
+        if str(parameter.default).startswith("_field("):
+            parameter.default = None
 
 
 def _list_fields(obj: griffe.Class, docstring: griffe.Docstring) -> None:
-    """Describe the fields of a class in its docstring, in place of a heading for each."""
+    """Describe the fields of a class, also inherited ones, in its docstring, in place of a heading for each."""
     is_enum = any("Enum" in str(base) for base in obj.bases)
     fields = []
-    for name, field in obj.attributes.items():
-        text = field.docstring.value if field.docstring else ""
+    inherited = {} if is_enum else {name: one for base in reversed(obj.mro()) for name, one in base.attributes.items()}
+    for name, field in {**inherited, **obj.attributes}.items():
+        # Kept, since the fields of a base are listed for each class.
+        text = field.extra["listed"].setdefault("text", field.docstring.value if field.docstring else "")
         if is_enum and not text and name.isupper():
             text = str(field.value).strip("\"'")
         if text and not name.startswith("_") and "\n\n" not in text:
             fields.append(f"    {name}: {' '.join(text.split())}\n")
-            field.docstring = None
+            if name in obj.attributes:
+                field.docstring = None
     if fields:
         text = docstring.value
         has_section = "\nAttributes:\n" in text

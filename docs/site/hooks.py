@@ -9,6 +9,7 @@ import logging
 import posixpath
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from docstring_coverage import coverage
@@ -18,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from pictures import pictures_page
-from reference import linked, pages as reference_pages
+from reference import linked, pages as reference_pages, pages_of_names
 
 
 LOG = logging.getLogger("mkdocs.hooks")
@@ -28,8 +29,11 @@ OUTSIDE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+SIDE_PAGES = ("pictures.md", "features.md", "decisions.md", "changelog.md", "matrix.md", "coming_from.md", "quality.md")
+"""Pages that mention many things; the search shows others first."""
 LINK = re.compile(r"(\]\()([^)\s]+)")
 NAMED_AFTER_FILE = re.compile(r"\[[\w/]+\.md\](?=\(([\w/.]+\.md)(?:#([\w-]+))?\))")
 PICTURE = re.compile(r'<img [^>]*?src="([^":]+\.svg)"[^>]*>')
@@ -51,6 +55,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_pre_build(*, config: MkDocsConfig) -> None:
     """Refuse public names whose docstrings lack arguments or errors, and too few examples."""
     del config
+    if not find_spec("ruff"):
+        raise PluginError("the reference needs ruff, which wraps signatures: pip install -e '.[docs]'")
     found = coverage()
     if found.faults:
         raise PluginError("\n".join(["docstrings:", *found.faults]))
@@ -69,6 +75,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     generated = {"pictures.md": pictures_page(), **{page: text for page, (_, text) in reference_pages().items()}}
     for page, text in generated.items():
         files.append(File.generated(config, page, content=text))
+    for page, text in pages_of_names().items():
+        file = File.generated(config, page, content=text)
+        file.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(file)
     for file in list(files.documentation_pages()):
         for link in _links(file.content_string):
             path = ROOT / (target := _target(link, file.src_uri))
@@ -115,6 +125,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     if uri.startswith(("reference/", "source/")):
         return markdown
+    page.meta.setdefault("search", {"boost": 2 if uri in SIDE_PAGES else 4 if uri.startswith("algorithms/") else 5})
     markdown = _outside_code(markdown, lambda text: NAMED_AFTER_FILE.sub(lambda one: _named(one, uri), text))
     if page.parent is None:
         page.meta.setdefault("hide", ["navigation"])  # a tab of one page

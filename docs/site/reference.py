@@ -4,6 +4,7 @@ A name is public if the package or one of its public modules exports it. An obje
 names is documented under the shortest.
 """
 
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -117,20 +118,53 @@ def page_of(module: str) -> str:
     return f"reference/{module.removeprefix('purecompose.')}.md"
 
 
+INDEX = "reference/names.md"
+BOOSTS = {"testing": 0.2, "functional": 0.2, "nn": 0.5, "analysis": 0.7, "": 6}
+"""What a match in the page of a name counts in the search, by the first part of its module; 2 in all others."""
+
+
 def pages() -> dict[str, tuple[str, str]]:
-    """Return the title and the text of each page, by its path."""
-    return {page_of(module): (module.replace("purecompose", "pc"), _page(module)) for module in modules()}
+    """Return the title and the text of the pages of modules and of the index of names, by their paths."""
+    found = {page_of(module): (_shown(module), _page(module)) for module in modules()}
+    return {INDEX: ("All names", _index()), **found}
+
+
+def pages_of_names() -> dict[str, str]:
+    """Return the page of each public object, by its path."""
+    found = {}
+    for name in homes().values():
+        module = name.path.rpartition(".")[0]
+        options = f"    options:\n      heading: '{_shown(name.path)}'\n      toc_label: '{name.last}'\n"
+        above = f"[{_shown(module)}](../{module.removeprefix('purecompose.')}.md)"
+        boost = BOOSTS.get(module.removeprefix("purecompose").strip(".").partition(".")[0], 2)
+        head = f"---\ntitle: {name.last}\nsearch: {{boost: {boost}}}\n---\n"
+        text = f"{head}\n{above}\n\n::: {anchor(name)}\n{options}      heading_level: 1\n"
+        found[f"{page_of(module).removesuffix('.md')}/{name.last}.md"] = text
+    return found
+
+
+def _shown(path: str) -> str:
+    return path.replace("purecompose", "pc", 1)
 
 
 def _page(module: str) -> str:
     names = modules()[module]
-    lines = [f"# {module} {{#{module}}}", "", f"::: {module}", "    options:"]
-    lines += ["      show_root_heading: false", "      show_root_toc_entry: false", "      members: false"]
-    lines += ["", "| name | |", "| --- | --- |"] if names else []
-    lines += [f"| [`{name.last}`][{anchor(name)}] | {name.summary.replace('|', chr(92) + '|')} |" for name in names]
-    for name in names:
-        if homes()[name.target.canonical_path] == name:
-            heading = name.path.replace("purecompose", "pc", 1)
-            lines += ["", f"::: {anchor(name)}", "    options:"]
-            lines += [f"      heading: '{heading}'", f"      toc_label: '{name.last}'"]
-    return "\n".join(lines) + "\n"
+    lines = [f"# {_shown(module)} {{#{module}}}", "", f"::: {module}", "    options:"]
+    lines += ["      show_root_heading: false", "      show_root_toc_entry: false", "      members: false", ""]
+    return "\n".join(lines) + "\n" + _table(names)
+
+
+def _index() -> str:
+    """Return a page with all public objects by their first letters."""
+    lines = ["# All public names", ""]
+    public = (name for name in homes().values() if not name.last.startswith("__"))
+    names = sorted(public, key=lambda name: (name.last.lower(), name.path))
+    for letter, group in itertools.groupby(names, key=lambda name: name.last[0].upper()):
+        rows = [f"[`{name.last}`][{anchor(name)}] in {_shown(name.path.rpartition('.')[0])}  " for name in group]
+        lines += [f"## {letter}", "", *rows, ""]
+    return "\n".join(lines)
+
+
+def _table(names: list[Name]) -> str:
+    rows = [f"| [`{name.last}`][{anchor(name)}] | {name.summary.replace('|', chr(92) + '|')} |" for name in names]
+    return "\n".join(["| name | |", "| --- | --- |", *rows]) + "\n" if rows else ""
