@@ -24,6 +24,7 @@ from _timing import RESULTS, Row, paired, quartiles, save
 from torch import nn
 
 import purecompose as pc
+from purecompose.analysis.effects import FEWEST_SEEDS
 
 
 class Subject(NamedTuple):
@@ -137,8 +138,10 @@ def _times(parts: Parts, state: pc.State, train: Any, settings: Settings) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("task", choices=list(SUBJECTS))
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, at least 5 (default %(default)s)")
     args = parser.parse_args()
+    if args.seeds < FEWEST_SEEDS:
+        parser.error("fewer than 5 seeds have no intervals")
     torch.set_num_threads(1)
     rows = rows_of(SUBJECTS[args.task](), args.seeds)
     save(f"quality_ablation_{args.task}", rows, RESULTS)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import functional_call
 
 import purecompose as pc
-from examples import distillation, graphs, lora, maml, pcgrad, ppo, segmentation, simclr, translation
-from purecompose import tree
+from examples import batch_by_noise, distillation, graphs, lora, maml, pcgrad, ppo, segmentation, simclr, translation
+from purecompose import Event, State, losses, optim, tree
+from purecompose.algorithms._gradient_noise_scale import NoiseScale
 from tests.examples.plain_loops import run
 from tests.helpers import assert_close
 
@@ -102,3 +104,21 @@ def test_gradients_of_tasks_agree_with_and_without_conflict():
     states = list(pc.training(step, start, batches, duration="20ba"))
     assert {state.metrics["conflict"].item() for state in states} == {0.0, 1.0}
     assert_close(states[-1].params, run("pcgrad", 20), rtol=1e-9, atol=1e-9)
+
+
+def test_tokens_double_when_the_noise_asks_for_it_first_by_longer_sequences_then_by_more():
+    method = batch_by_noise.by_noise()
+    state = State.create(nn.Linear(4, 4), loss=losses.cross_entropy, optimizer=optim.sgd(0.1))
+    ids = torch.arange(32 * 64).view(32, 64)
+    seen = []
+    for rows in (7.0, 9.0, 17.0, 100.0, 100.0, 100.0, 100.0):  # critical batch sizes; at first 8 rows are used
+        measured = NoiseScale(torch.tensor(1.0), torch.tensor(rows), torch.tensor(1.0))
+        if not seen:
+            state = method.apply(Event.INIT, state)
+        state = state.replace(batch=(ids, ids), slots={**state.slots, "gradient_noise_scale": measured})
+        state = method.apply(Event.AFTER_DATALOADER, state)
+        inputs, targets = state.batch
+        assert torch.equal(inputs, ids[: len(inputs), : inputs.shape[1]]) and torch.equal(inputs, targets)
+        weight = state.slots["gradient_noise_scale"].weight
+        seen.append((*inputs.shape, weight.item()))
+    assert seen == [(8, 8, 1), (8, 16, 0), (8, 32, 0), (8, 64, 0), (16, 64, 0), (32, 64, 0), (32, 64, 1)]
