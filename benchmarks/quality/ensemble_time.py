@@ -18,7 +18,7 @@ from _task import Settings
 SIZE = 8
 TASK: Settings = {"width": 128, "depth": 2, "batch_size": 128, "epochs": 3, "rungs": [[1.0, SIZE]], "lr": 0.01}
 POPULATION: Settings = {**TASK, "backend": "inductor"}
-WIDTHS = (32, 64, 256)
+WIDTHS = (32, 256)
 
 
 def by(train: Way) -> Callable[[int, Settings], dict[str, Any]]:
@@ -45,7 +45,7 @@ SEARCH = Search(
     rows=lambda found: by_width(found, SIDES, "seconds", COLUMNS),
     reported=("seconds", "accuracy"),
     short={"width": 8},
-    cases=[({}, 5), *(({"width": width}, 2) for width in WIDTHS)],
+    cases=[({}, 3), *(({"width": width}, 1) for width in WIDTHS)],
     tuning={"plain runs": [{"lr": 0.005}, {"lr": 0.01}], "population, compiled": [{"lr": 0.005}, {"lr": 0.01}]},
 )
 
