@@ -24,10 +24,7 @@ TASK = Task(
     target=0.91,
     shown=(0.5, 0.95),
     sides=SETUP.sides,
-    tuning={
-        "baseline": [{"epochs": 12.0}],
-        "recipe": [{"epochs": 7.0}],
-    },
+    tuning={"baseline": [{"epochs": 12.0}], "recipe": [{"epochs": 7.0}]},
     num_seeds=2,
     precisions=("bf16",),
 )
