@@ -30,7 +30,7 @@ def by_noise(name: str = "by_noise", noise: str = "gradient_noise_scale") -> Alg
         tokens, measured, (num, longest) = int(state.slots[name]), state.slots[noise], state.inputs.shape
         critical = functional.critical_batch_size(measured.squared_norm, measured.trace).item()  # in rows
         if measured.weight > 0.6 and tokens < num * longest and critical * min(longest, tokens // FEWEST) > tokens:
-            tokens, measured = 2 * tokens, pc.tree.map(torch.zeros_like, measured)  # measure anew
+            tokens, measured = 2 * tokens, pc.tree.map(torch.zeros_like, measured)  # measured again
         length = min(longest, tokens // FEWEST)
         kept = state.context.layout.take(state.batch, torch.arange(min(num, tokens // length)))
         batch = functional.set_batch_sequence_length(kept, length)

@@ -1,5 +1,7 @@
 """What the programs of the gallery are made of, against definitions."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,16 +109,15 @@ def test_gradients_of_tasks_agree_with_and_without_conflict():
 
 
 def test_tokens_double_when_the_noise_asks_for_it_first_by_longer_sequences_then_by_more():
-    method = batch_by_noise.by_noise()
+    apply: Any = batch_by_noise.by_noise().apply
     state = State.create(nn.Linear(4, 4), loss=losses.cross_entropy, optimizer=optim.sgd(0.1))
+    state = apply(Event.INIT, state)
     ids = torch.arange(32 * 64).view(32, 64)
     seen = []
     for rows in (7.0, 9.0, 17.0, 100.0, 100.0, 100.0, 100.0):  # critical batch sizes; at first 8 rows are used
         measured = NoiseScale(torch.tensor(1.0), torch.tensor(rows), torch.tensor(1.0))
-        if not seen:
-            state = method.apply(Event.INIT, state)
         state = state.replace(batch=(ids, ids), slots={**state.slots, "gradient_noise_scale": measured})
-        state = method.apply(Event.AFTER_DATALOADER, state)
+        state = apply(Event.AFTER_DATALOADER, state)
         inputs, targets = state.batch
         assert torch.equal(inputs, ids[: len(inputs), : inputs.shape[1]]) and torch.equal(inputs, targets)
         weight = state.slots["gradient_noise_scale"].weight
