@@ -57,7 +57,7 @@ def main(duration: str) -> None:
         if event is Event.BATCH_END and now["tokens"] not in shown:
             shown.append(now["tokens"])
             rows, batch = now["tokens"] / now["length"], state.timestamp.batch
-            print(f"batch {batch}: {rows:.0f} sequences of {now['length']:.0f}, loss {float(state.loss):.2f}")
+            print(f"batch {batch}: {rows:.0f} sequences of {now['length']:.0f}, loss {state.loss:.2f}")
 
     end = pc.fit(step, state, batches, observers=show)
     print(f"end: loss {pc.evaluate(end, batches)['loss']:.2f}")
