@@ -88,6 +88,25 @@ def test_the_pages_scope_is_truncated_backpropagation_through_time(own_method: t
         torch.testing.assert_close(names["end"].params[name], param.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_the_page_on_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    run_page("architecture.md")
+    printed, page = capsys.readouterr().out, (ROOT / "docs" / "architecture.md").read_text()
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    assert shown in printed and re.search(r"AFTER_UPDATE +0 +unit_rows +alone\n", printed)
+    comments = re.findall(r"print\(error\)  # (.*?)(?: \.\.\.)?\n", page)
+    assert len(comments) == 2 and [text for text in comments if text not in printed] == []
+
+
+def test_files_that_the_page_on_architecture_names_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    prose = re.sub(r"```.*?```", "", page, flags=re.S)
+    folders = [ROOT, ROOT / "purecompose", ROOT / "purecompose" / "transforms" / "compilation"]
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", prose)
+    assert len(named) > 40
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
+
+
 def without_numbers(text: str) -> str:
     """Return only words and punctuation, on one line: values and line breaks differ between machines."""
     return " ".join(re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "0", text).split())
@@ -326,5 +345,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_the_pictures_of_the_ideas_are_what_steps_report(tmp_path: pathlib.Path) -> None:
     folder = ROOT / "docs" / "images"
     subprocess.run([sys.executable, str(folder / "explained.py"), str(tmp_path)], check=True)
+    subprocess.run([sys.executable, str(folder / "architecture.py"), str(tmp_path)], check=True)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert drawn == {path.name: path.read_text() for path in folder.glob("explained_*.svg")}
+    kept = [*folder.glob("explained_*.svg"), folder / "architecture.svg"]
+    assert drawn == {path.name: path.read_text() for path in kept}

@@ -40,8 +40,8 @@ SCOPES = {"Microbatches": "once for each slice of the batch", "Grad": "its loss 
 class Drawing:
     """Elements of a picture, and its height so far."""
 
-    def __init__(self, label: str) -> None:
-        self.label, self.elements, self.height = label, [], 0
+    def __init__(self, label: str, width: int = WIDTH) -> None:
+        self.label, self.width, self.elements, self.height = label, width, [], 0
 
     def text(self, x: float, y: float, text: str, kind: str = "ink", anchor: str = "start") -> None:
         self.elements.append(f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>')
@@ -54,7 +54,7 @@ class Drawing:
         self.elements.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" class="line"/>')
 
     def svg(self) -> str:
-        size = f'viewBox="0 0 {WIDTH} {self.height + 12}" width="{WIDTH}" height="{self.height + 12}"'
+        size = f'viewBox="0 0 {self.width} {self.height + 12}" width="{self.width}" height="{self.height + 12}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} class="drawn" role="img" aria-label="{self.label}">'
         paper = '<rect width="100%" height="100%" rx="6" class="paper"/>'
         return "\n".join([head, f"<style>\n{_style()}</style>", paper, *self.elements, "</svg>\n"])
