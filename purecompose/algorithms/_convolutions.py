@@ -1,8 +1,7 @@
 """Methods on convolutions: BlurPool, earlier max poolings, squeeze-and-excitation, and weight standardization."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -10,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import surgery
 from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import surgery_method
+from purecompose.algorithms._parts.surgery import Derived, changed, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.nn.layers._forms import check_latent, is_plain
 from purecompose.nn.layers.convolutions import (
@@ -106,9 +105,9 @@ def pool_first(norms: bool = True, *, where: Where = None, name: str = "pool_fir
 
         pool(relu(norm(conv(x))))   becomes   relu(norm(pool(conv(x))))
 
-    The norm and the activation then compute a share of the values, a quarter for poolings of 2 x 2. Moving a pooling
-    before ReLU changes nothing. Before a batch norm it changes the network: the norm has the statistics of the pooled
-    values, and where its weight is negative the minimum would have been needed.
+    The norm and the activation then compute a share of the values, a quarter for poolings of 2 x 2. Before a batch norm
+    this changes the network: the norm has the statistics of the pooled values, and where its weight is negative the
+    minimum would have been needed.
 
     It looks at the children of each `nn.Sequential`. Names and parameters are kept.
 
@@ -117,7 +116,7 @@ def pool_first(norms: bool = True, *, where: Where = None, name: str = "pool_fir
     Args:
         norms: Move poolings before batch norms, too. If False, only before activations that do not decrease: ReLU,
             leaky ReLU (with a slope of at least 0), ReLU6, sigmoid, tanh and hardtanh; the network's function is then
-            the same, bit for bit.
+            the same, but for roundings of sigmoid and tanh.
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 
@@ -136,22 +135,12 @@ def pool_first(norms: bool = True, *, where: Where = None, name: str = "pool_fir
     """
 
     def reordered(module: nn.Sequential, site: surgery.Site) -> nn.Module | None:
-        if not is_plain(module, nn.Sequential):
+        if not _has_moved_pools(module, norms):
             return None
-        children = module._modules.items()  # named_children() leaves out the second of two places of a module
-        order = [(key, child) for key, child in children if child is not None]
-        for i, (_, child) in enumerate(order):
-            if isinstance(child, _POOLS) and is_plain(child, type(child)) and not child.return_indices:
-                first = i
-                while first and _commutes(order[first - 1][1], norms):
-                    first -= 1
-                order.insert(first, order.pop(i))
-        if order == list(children):
-            return None
-        # The surgery does not look into what it has replaced.
-        inner = ((key, reordered(child, site) if isinstance(child, nn.Sequential) else None) for key, child in order)
-        changed_ones = {key: new for key, new in inner if new is not None}
-        return PooledFirst(OrderedDict((key, changed_ones.get(key, child)) for key, child in order))
+        for inner in module.modules():  # the surgery does not look into what it has replaced
+            if inner in site.reach:
+                _has_moved_pools(inner, norms)
+        return module
 
     return surgery_method(name, {PooledFirst: None, nn.Sequential: reordered}, where)
 
@@ -161,16 +150,33 @@ _INCREASING = (nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.Sigmoid, nn.Tanh)
 """Activations that do not decrease; ReLU6 is a hardtanh."""
 
 
-class PooledFirst(nn.Sequential):
+class PooledFirst(Derived):
     """Result of `pool_first`: a sequence of modules in another order, under the names that they had."""
+
+
+def _has_moved_pools(module: nn.Module, norms: bool) -> bool:
+    """Move the poolings of a sequence, and return whether there were any."""
+    if isinstance(module, PooledFirst) or not is_plain(module, nn.Sequential):
+        return False
+    # named_children() leaves out the second of two places of a module.
+    order: list[tuple[str, Any]] = list(module._modules.items())
+    for i, (_, child) in enumerate(order):
+        if isinstance(child, _POOLS) and is_plain(child, type(child)) and not child.return_indices:
+            first = i
+            while first and _commutes(order[first - 1][1], norms):
+                first -= 1
+            order.insert(first, order.pop(i))
+    if order == list(module._modules.items()):
+        return False
+    module.__class__ = type(changed(module, PooledFirst))
+    vars(module)["_modules"] = dict(order)
+    return True
 
 
 def _commutes(module: nn.Module, norms: bool) -> bool:
     """Return whether a max pooling may come before the module."""
     kinds = (*_INCREASING, _BatchNorm) if norms else _INCREASING
-    if not any(is_plain(module, kind) for kind in kinds):
-        return False
-    return not isinstance(module, nn.LeakyReLU) or module.negative_slope >= 0
+    return any(is_plain(module, kind) for kind in kinds) and getattr(module, "negative_slope", 0) >= 0
 
 
 @factory

@@ -46,7 +46,7 @@ def logit_softcap(
 
     Small logits hardly change, and the gradient of large ones tends to 0. It acts on the network's last linear layer in
     the order of definition, which computes the logits in the library's own networks and in most others; choose another
-    layer by `where`. As the layer itself is changed, exported networks have the same outputs.
+    layer by `where`.
 
     Events: INIT. Reads and replaces: the model only; parameters keep their names.
 

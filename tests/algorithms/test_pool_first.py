@@ -28,7 +28,8 @@ def test_before_activations_the_function_is_the_same(act: nn.Module) -> None:
     expected = net(images)
     changed = apply_surgery(net, pool_first(norms=False))
     assert kinds(changed)[1:4] == ["BatchNorm2d", "MaxPool2d", type(act).__name__]
-    assert torch.equal(changed(images), expected)
+    tolerance = 1e-6 if isinstance(act, nn.Sigmoid | nn.Tanh) else 0.0  # whose roundings depend on the place in memory
+    torch.testing.assert_close(changed(images), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_before_norms_the_norm_has_the_statistics_of_pooled_values() -> None:
@@ -48,7 +49,7 @@ def test_names_parameters_and_momentum_are_kept() -> None:
     end, _ = applied(state, pool_first())
     assert set(end.params) == set(state.params)
     assert all(torch.equal(end.params[name], value) for name, value in state.params.items())
-    assert kinds(end.model.module) == ["PooledFirst", "MaxPool1d", "ReLU"]
+    assert kinds(end.model.module) == ["PooledFirstSequential", "MaxPool1d", "ReLU"]
     assert kinds(end.model.module.get_submodule("0"))[:4] == ["Conv2d", "MaxPool2d", "BatchNorm2d", "ReLU"]
 
 
@@ -89,3 +90,60 @@ def test_a_second_step_with_the_method_changes_what_the_first_has_left() -> None
         state, _ = applied(state, pool_first(where=number))
     assert state.context.replaced["pool_first"] == ("0", "1")
     assert all(kinds(state.model.module.get_submodule(n))[1:] == ["MaxPool2d", "ReLU"] for n in ("0", "1"))
+
+
+class Residual(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.body(inputs)
+
+
+class Stage(nn.Sequential):
+    scale = 2.0
+
+    def scaled(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * self(inputs)
+
+
+class Scaled(nn.Module):
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.stage.scaled(inputs)
+
+
+def test_sequences_at_any_depth_are_reordered_but_for_frozen_ones() -> None:
+    def part() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(1))
+
+    frozen = part().requires_grad_(False)
+    net: Any = apply_surgery(nn.Sequential(*part(), Residual(part()), frozen), pool_first())
+    assert kinds(net)[:3] == kinds(net[3].body) == ["Conv2d", "MaxPool2d", "ReLU"]
+    assert kinds(net[4]) == ["Conv2d", "ReLU", "MaxPool2d"]
+    state = make_state(nn.Sequential(*part(), Residual(part()), frozen, nn.Flatten(), nn.Linear(72, 3)))
+    assert applied(state, pool_first())[0].context.frozen == {"4.0.weight", "4.0.bias"}
+
+
+def test_a_subclass_keeps_its_attributes_and_methods() -> None:
+    stage = Stage(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
+    stage.scale = 3.0
+    net: Any = apply_surgery(Scaled(stage), pool_first())
+    assert kinds(net.stage) == ["Conv2d", "MaxPool2d", "ReLU"]
+    images = make_images()
+    assert torch.equal(net(images), Scaled(stage)(images))
+
+
+def test_what_one_method_has_changed_another_leaves_alone() -> None:
+    net: Any = nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2)), nn.ReLU()
+    )
+    net.append(nn.MaxPool2d(1))
+    for where, norms in (("0", False), (None, True)):
+        net = apply_surgery(net, pool_first(norms, where=where))
+    assert kinds(net) == ["PooledFirstSequential", "MaxPool2d", "ReLU"]
+    assert kinds(net[0]) == ["Conv2d", "BatchNorm2d", "MaxPool2d", "ReLU"]
