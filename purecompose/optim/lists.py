@@ -48,12 +48,12 @@ def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tenso
         [tensor([0.5000, 0.0000])]
     """
     if isinstance(scale, Tensor):
-        if not is_plain():
+        if not xs or not is_plain():
             return _kept([x + y * scale for x, y in zip(xs, ys, strict=True)], xs)
         sums = torch._foreach_mul(ys, scale)
         torch._foreach_add_(sums, xs)
         return _kept(sums, xs)
-    if not is_plain():
+    if not xs or not is_plain():
         return [torch.add(x, y, alpha=scale) for x, y in zip(xs, ys, strict=True)]
     return list(torch._foreach_add(xs, ys, alpha=scale))
 
@@ -70,7 +70,7 @@ def increment(xs: list[Tensor]) -> list[Tensor]:
 
 def _each(kernel: Any, plain: Callable[..., Tensor], xs: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
     """Return a function of each row of tensors, in one of the two forms."""
-    if is_plain():
+    if xs and is_plain():
         return list(kernel(xs, *others))
     return [plain(*row) for row in zip(xs, *others, strict=True)]
 

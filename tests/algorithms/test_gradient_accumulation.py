@@ -386,6 +386,39 @@ def test_params_may_be_frozen_later_but_thawing_them_is_an_error():
         step(state.replace(frozen=()), first)
 
 
+def test_all_that_wait_may_be_frozen_later():
+    """From then on the others train as by a step for which nothing waits."""
+    frozen = ("0.weight", "0.bias")
+    step, plain = compose(loop_events, [gradient_accumulation(2, where="0.*")]), compose(loop_events)
+    state = started(step, helpers.make_state(wide_net())).replace(frozen=frozen)
+    for batch in groups(3):
+        before, state = state, step(state, batch)
+        assert_close(state.params, plain(before, batch).params, rtol=0, atol=0)
+        assert all(torch.equal(state.params[name], before.params[name]) for name in frozen)
+
+
+def test_parameters_may_wait_for_several_times():
+    """Three optimizers of a plain loop step after each, every second and every third backward pass."""
+    net = wide_net()
+    names = dict(net.named_parameters())
+    methods = [gradient_accumulation(2, where="0.*"), gradient_accumulation(3, where="2.weight", name="third")]
+    step = compose(loop_events, methods)
+    state = started(step, helpers.make_state(net), optim.adamw(0.02))
+    periods = {"0.weight": 2, "0.bias": 2, "2.weight": 3, "2.bias": 1}
+    optimizers = {name: torch.optim.AdamW([names[name]], 0.02) for name in names}
+    for number, (inputs, targets) in enumerate(groups(6, 6), 1):
+        F.cross_entropy(net(inputs), targets).backward()
+        for name, period in periods.items():
+            if number % period == 0:
+                grad = names[name].grad
+                assert grad is not None
+                grad /= period
+                optimizers[name].step()
+                optimizers[name].zero_grad()
+        state = step(state, (inputs, targets))
+        assert_close(state.params, {name: param.detach() for name, param in names.items()})
+
+
 # Transforms and programs
 
 
