@@ -7,6 +7,7 @@ Its record is one line of `results/quality/<name>.jsonl`, and is not computed ag
 import argparse
 import functools
 import json
+import math
 import os
 import pathlib
 import resource
@@ -143,8 +144,10 @@ def mean(values: Sequence[float], digits: int) -> str:
 
 
 def ratio(values: Mapping[int, float], base: Mapping[int, float]) -> str:
-    """Return the median of the ratios of paired seeds, with quartiles."""
+    """Return the median of the ratios of paired seeds, with quartiles, or of how many seeds there is a finite one."""
     ratios = [values[seed] / base[seed] for seed in values if seed in base]
+    if (num := sum(map(math.isfinite, ratios))) < len(ratios):
+        return f"reached by {num} of {len(ratios)}"
     if len(ratios) < 2:
         return "".join(f"{one:.2f}" for one in ratios)
     low, middle, high = quartiles(ratios)

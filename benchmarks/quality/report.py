@@ -18,6 +18,7 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 import cifar10
+import cifar10_91
 import held_out
 import mnist
 import shakespeare
@@ -248,6 +249,7 @@ def main() -> None:
     tables = {
         ROOT / "docs" / "quality.md": {
             "quality": markdown(rows),
+            "larger": markdown([*rows_of(cifar10_91.TASK)]),
             "held_out": markdown([row for task in held_out.TASKS.values() for row in rows_of(task)]),
             "ablations": markdown([row for task in TASKS for row in saved_rows(f"ablation_{task.name}")]),
             "finetuning": markdown(saved_rows("finetuning", FINETUNING)),
