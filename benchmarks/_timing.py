@@ -83,12 +83,15 @@ def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> tuple[flo
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """(lower quartile, median, upper quartile), as by `statistics.quantiles`; values may be infinite."""
+    """(lower quartile, median, upper quartile), as by `statistics.quantiles`, but of two values not beyond them.
+
+    Values may be infinite.
+    """
     ordered, num = sorted(values), len(values)
 
     def cut(quarter: int) -> float:
         place = min(max(quarter * (num + 1) // 4, 1), num - 1)
-        share = quarter * (num + 1) / 4 - place
+        share = min(max(quarter * (num + 1) / 4 - place, 0), 1)
         below, above = ordered[place - 1 : place + 1]
         return below + share * (above - below) if share and below < above else below  # 0 * inf would be NaN
 
