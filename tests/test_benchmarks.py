@@ -160,6 +160,18 @@ def quality(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     return lambda name: runpy.run_path(str(FOLDER / "quality" / f"{name}.py"))
 
 
+def test_a_record_counts_the_parameters_that_methods_add(quality: Any) -> None:
+    """A table of 9 tokens and width 8, and two numbers for each of two blocks."""
+    fit, net = quality("_fit"), pc.nn.models.gpt(9, 4, width=8, depth=2, num_heads=2)
+    tokens = torch.arange(8).view(2, 4)
+    parts = fit["Parts"]([pc.algorithms.value_embeddings()], pc.optim.sgd(0.1))
+    options = {"num_batches": 1, "due": (), "metric": "loss", "seed": 0, "curve": quality("_curve")["Curve"]()}
+    settings = {"precision": "fp32", "compile": False}
+    batches = [(tokens, tokens)]
+    found = fit["fit"](pc.nn.layers.ClassesSecond(net), parts, batches, batches, settings=settings, **options)
+    assert found == fit["num_params"](net) + 9 * 8 + 2 * 2
+
+
 def test_rungs_halve_to_the_members_with_the_least_loss(quality: Any) -> None:
     members = quality("_members")
     calls: list[tuple[list[int], int]] = []

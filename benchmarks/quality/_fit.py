@@ -49,19 +49,19 @@ def fit(
         settings: Of these, "precision", "compile" and "microbatches", by default 1.
 
     Returns:
-        The network's number of parameters.
+        The number of parameters that the network has at the end, those of the methods included.
     """
     curve.start()
     step = new_step(parts.methods, settings)
     state = new_state(net, parts, num_batches, seed, settings)
-    pc.fit(
+    end = pc.fit(
         pc.compile(step, quiet=True) if settings["compile"] else step,
         state,
         train,
         evaluate=pc.Evaluator(test, METRICS[metric], every=lambda now: now.batch in due),
         observers=Observer(curve, f"eval/{metric}"),
     )
-    return num_params(net)
+    return sum(param.numel() for param in end.params.values())
 
 
 def new_step(methods: Sequence[Algorithm], settings: Settings) -> pc.Step:
