@@ -130,8 +130,7 @@ def pool_first(norms: bool = True, *, where: Where = None, name: str = "pool_fir
         ['Conv2d', 'MaxPool2d', 'BatchNorm2d', 'ReLU']
 
     References:
-        Keller Jordan: 94% on CIFAR-10 in 3.29 Seconds on a Single GPU. 2024. https://arxiv.org/abs/2404.00498, for a
-        network that pools before it normalizes.
+        Keller Jordan: 94% on CIFAR-10 in 3.29 Seconds on a Single GPU. 2024. https://arxiv.org/abs/2404.00498
     """
 
     def reordered(module: nn.Sequential, site: surgery.Site) -> nn.Module | None:
