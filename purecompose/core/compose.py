@@ -425,7 +425,6 @@ def compose(
 
     Returns:
         A function `(state, batch) -> state` with `init`, `fire` and `plan`.
-        `purecompose.testing.conflicts(step.algorithms)` finds algorithms whose order matters but only the list fixes.
 
     Raises:
         TypeError: An element of the program, the algorithms or the passes has the wrong type; or `program` has both

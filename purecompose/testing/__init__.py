@@ -22,13 +22,6 @@ from purecompose.testing.law import (
     define_law as define_law,
     never_acts as never_acts,
 )
-from purecompose.testing.order import (
-    Commutation as Commutation,
-    Conflicts as Conflicts,
-    Meeting as Meeting,
-    commutes as commutes,
-    conflicts as conflicts,
-)
 from purecompose.testing.record import compare as compare, run as run
 from purecompose.testing.report import Outcome as Outcome, Report as Report, Status as Status
 from purecompose.testing.shipped import SHIPPED as SHIPPED
