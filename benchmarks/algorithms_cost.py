@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms_cost.py [--algorithm mixup] [--all]
 
-Every row of `purecompose.testing.SHIPPED` is measured with its first example (`--all`: with each), at the start of a
+Every row of `tests.shipped` is measured with its first example (`--all`: with each), at the start of a
 run: on an MLP, on a small convolutional network, and on a small transformer where it takes token ids only. A method
 that looks for certain layers is measured on a network that has them, a ResNet-20 or a GPT, with settings for its size.
 The step with the algorithm and the plain one take turns in blocks; ratios are medians over blocks. Where it cannot be
@@ -10,6 +10,7 @@ compiled, the error's name stands for the ratio.
 """
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,11 @@ from _timing import Row, arguments, median_us, paired, parse, ratio, save
 
 import purecompose as pc
 from purecompose import State, Step, compose, loop_events, testing
-from purecompose.testing.shipped import Row as ShippedRow
+
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # for the table of methods
+
+from tests.shipped import SHIPPED, Row as ShippedRow  # noqa: E402
 
 
 Task = Callable[[], tuple[State, Any]]
@@ -136,13 +141,13 @@ def _seconds(
 
 def main() -> None:
     parser = arguments(__doc__, blocks=30)
-    parser.add_argument("--algorithm", action="append", choices=list(testing.SHIPPED), help="only this; repeatable")
+    parser.add_argument("--algorithm", action="append", choices=list(SHIPPED), help="only this; repeatable")
     parser.add_argument("--all", action="store_true", help="every example of an algorithm, not only its first")
     args = parse(parser)
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for name in args.algorithm or testing.SHIPPED:
-        rows += [measure(example, kind, args) for example, kind in measured(testing.SHIPPED[name], args.all)]
+    for name in args.algorithm or SHIPPED:
+        rows += [measure(example, kind, args) for example, kind in measured(SHIPPED[name], args.all)]
     save("algorithms_cost", rows, args.out)
 
 

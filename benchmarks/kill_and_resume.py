@@ -18,6 +18,7 @@ import os
 import pathlib
 import random
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -47,8 +48,12 @@ from purecompose.run.saving import folder
 from purecompose.run.saving.files import check_files
 from purecompose.saving import newest
 from purecompose.testing.case import Subject
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS, Task
+
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # for the table of methods
+
+from tests.shipped import SHIPPED  # noqa: E402
 
 
 NUM_EXAMPLES, BATCH_SIZE, EPOCHS = 40, 8, 3

@@ -11,13 +11,19 @@ import argparse
 import hashlib
 import json
 import pathlib
+import sys
 import warnings
 from typing import Any
 
 import torch
 
 from purecompose import State, compose, loop_events, tree
-from purecompose.testing import SHIPPED, TASKS, Subject, Task
+from purecompose.testing import TASKS, Subject, Task
+
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # for the table of methods
+
+from tests.shipped import SHIPPED  # noqa: E402
 
 
 STEPS, EXAMPLES = 50, 4

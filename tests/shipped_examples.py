@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
+from tests.shipped import SHIPPED
 
 
 __all__ = ["computes_in_half", "examples", "examples_on_tasks"]

@@ -20,9 +20,9 @@ from purecompose.random import choice
 from purecompose.run.evaluation import Evaluator, run_evaluator
 from purecompose.schedule import cosine
 from purecompose.testing.case import Subject
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
 from tests.helpers import changing, make_cnn, make_mlp, make_state
+from tests.shipped import SHIPPED
 from tests.shipped_examples import examples_on_tasks
 
 

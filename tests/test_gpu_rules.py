@@ -11,7 +11,7 @@ from benchmarks.gpu_code.writing import Code
 from purecompose import losses, optim
 from purecompose._support import exports
 from purecompose.nn import models
-from purecompose.testing import SHIPPED
+from tests.shipped import SHIPPED
 
 
 def make_code(kernel: str = "", *calls: str, fallbacks: tuple[str, ...] = ()) -> Code:

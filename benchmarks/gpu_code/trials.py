@@ -12,7 +12,8 @@ import purecompose as pc
 from purecompose import State, Step, algorithms as alg, losses, optim
 from purecompose.nn import layers, models
 from purecompose.schedule import cosine, hparam
-from purecompose.testing import SHIPPED, TASKS, Case, Subject, Task, make_task
+from purecompose.testing import TASKS, Case, Subject, Task, make_task
+from tests.shipped import SHIPPED
 
 
 class Run(NamedTuple):

@@ -104,8 +104,7 @@ def check(
     """Test your own algorithm against the laws that every algorithm keeps.
 
     Args:
-        algorithms: Your own, my_module:my_algorithm, a call of a shipped one such as "mixup(0.2)", or all for all
-            shipped ones.
+        algorithms: Your own, my_module:my_algorithm, or a call of a shipped one such as "mixup(0.2)".
         neutral: The same algorithm with settings that should change nothing.
         tasks: Names of tasks, separated by commas (default: all that the algorithm accepts).
         laws: Names of laws, separated by commas (default: all that apply).
@@ -120,20 +119,17 @@ def check(
     longer run if the algorithm acts only later.
     """
     testing = _testing()
-    shipped = [example for row in testing.shipped.SHIPPED.values() for example in row.examples]
-    texts = list(dict.fromkeys(text for given in algorithms for text in (shipped if given == "all" else [given])))
+    texts = list(dict.fromkeys(algorithms))
     if neutral is not None and len(texts) > 1:
         raise UsageError(f"--neutral: expected one algorithm, got {len(texts)}: {', '.join(texts)}")
     with _notes_elsewhere():
         prepared = []
         for text in texts:
-            row = testing.shipped.SHIPPED.get(text.partition("(")[0])
-            idle = neutral or (row.neutral if row else None)
             with reported_as(""):
                 prepared.append(
                     testing.checking.Trials(
                         _subject(text, testing),
-                        neutral=None if idle is None else _subject(idle, testing),
+                        neutral=None if neutral is None else _subject(neutral, testing),
                         tasks=_listed(tasks),
                         laws=_listed(laws),
                         max_examples=max_examples,

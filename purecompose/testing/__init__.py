@@ -24,7 +24,6 @@ from purecompose.testing.law import (
 )
 from purecompose.testing.record import compare as compare, run as run
 from purecompose.testing.report import Outcome as Outcome, Report as Report, Status as Status
-from purecompose.testing.shipped import SHIPPED as SHIPPED
 from purecompose.testing.suite import LAWS as LAWS
 from purecompose.testing.tasks import TASKS as TASKS, Task as Task, make_task as make_task
 

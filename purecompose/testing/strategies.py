@@ -13,7 +13,6 @@ from purecompose._support.exports import publish
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing.case import COMPANIONS, Case, Subject, find_moments
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import KINDS, TASKS, Task, make_task
 
 
@@ -59,48 +58,6 @@ def states(task: Task | None = None, *, algorithms: Sequence[Algorithm] = ()) ->
     """
     drawn = cases(tuple(TASKS.values()) if task is None else (task,))
     return drawn.map(lambda case: case.step(*algorithms).init(case.state()))
-
-
-# Algorithms and programs
-
-
-def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.SearchStrategy[Algorithm]:
-    """Generate shipped algorithms with any valid settings, which shrink to the first of `SHIPPED` with common ones.
-
-    Args:
-        name: Name of the factory; by default any algorithm that accepts the task.
-        task: The task for which the settings must be valid.
-
-    Raises:
-        ValueError: No shipped algorithm has the name.
-
-    Example::
-
-        @given(algorithms("mixup"))
-        def test_mixup(algorithm): ...
-    """
-    if name is not None and name not in SHIPPED:
-        raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
-    rows = [row for row in SHIPPED.values() if (row.accepts(task) if name is None else row.name == name)]
-    return st.one_of([row.algorithms() for row in rows])
-
-
-def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
-    """Generate lists of compatible shipped algorithms with different names, in any order; shrink to the empty list.
-
-    Args:
-        task: A task that the algorithms suit.
-        max_size: The most algorithms.
-
-    Example::
-
-        @given(algorithm_lists())
-        def test_any_list(algorithms):
-            compose(loop_events, algorithms)
-    """
-    rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
-    each = st.one_of([row.algorithms() for row in rows])
-    return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
 
 
 # Cases

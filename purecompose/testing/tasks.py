@@ -330,9 +330,6 @@ double and bf16_weights (an MLP with weights and inputs in float64 and bfloat16)
 CNN, and the transformer without tied weights, whose forward pass is in bfloat16), gpt (the library's GPT with
 tied weights)."""
 
-FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half and name != "gpt")
-"""Names of the tasks in full precision, without gpt, which is for methods that need this network."""
-
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return the network with floating tensors in another dtype; for float32 it is returned unchanged."""

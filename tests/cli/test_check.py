@@ -113,17 +113,6 @@ def test_bad_arguments_are_refused_in_one_line(here, capsys, arguments, expected
     assert len(err.splitlines()) == 1 and expected in err
 
 
-@pytest.mark.slow
-def test_all_is_every_shipped_algorithm(here, capsys, monkeypatch) -> None:
-    from purecompose.testing.shipped import SHIPPED
-
-    few = {name: SHIPPED[name] for name in [*SHIPPED][:3]}  # test_shipped_laws.py checks all of them
-    monkeypatch.setattr("purecompose.testing.shipped.SHIPPED", few)
-    status, out, _ = run(capsys, "all", "--laws", "input_untouched", "--max-examples", "1")
-    num_examples = sum(len(row.examples) for row in few.values())
-    assert status == 0 and all(": ok: " in line for line in out.splitlines()[-num_examples:])
-
-
 def test_without_hypothesis_one_line_says_what_to_install(here, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     status, out, err = run(capsys, "cli_algorithms:good")

@@ -24,11 +24,11 @@ from purecompose import State, algorithms as alg, batch as batches, losses, tree
 from purecompose._support import specs
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.core.algorithm import Algorithm
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
 from tests.foreign.foreign_case import Case
 from tests.foreign.foreign_modes import make_state
 from tests.foreign.matrix_networks import COLUMNS, HEADS, MISSING, Logits
+from tests.shipped import SHIPPED
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "matrix.md"

@@ -6,9 +6,9 @@ import pytest
 
 import purecompose as pc
 from purecompose import tree
-from purecompose.testing.shipped import SHIPPED
 from tests.foreign.matrix import MARK, MEANINGS, PAGE, Run, cell, on_the_page, rendered, ways
 from tests.foreign.matrix_networks import COLUMNS, HEADS, MISSING
+from tests.shipped import SHIPPED
 
 
 page = functools.cache(on_the_page)

@@ -12,12 +12,12 @@ from purecompose.testing.attempt import is_refusal
 from purecompose.testing.case import Case, Subject
 from purecompose.testing.law import acts_in_step
 from purecompose.testing.record import run
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.strategies import cases
 from purecompose.testing.tasks import TASKS
 from purecompose.time.predicates import NEVER
 from tests.helpers import without
 from tests.sampling import one_in
+from tests.shipped import SHIPPED
 from tests.shipped_examples import examples
 
 

@@ -12,8 +12,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from purecompose import State, Step, compose, loop_events, losses, tree
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.base import matched
-from purecompose.testing import SHIPPED, TASKS, Status, Subject, Task, check
-from purecompose.testing.shipped import Row
+from purecompose.testing import TASKS, Status, Subject, Task, check
+from tests.shipped import SHIPPED, Row
 
 
 def each_method(quick: str | None = None, *, without: tuple[str, ...] = ()) -> Any:

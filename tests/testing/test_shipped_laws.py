@@ -1,11 +1,12 @@
-"""Every shipped algorithm keeps every law; `purecompose.testing.SHIPPED` is the table."""
+"""Every shipped algorithm keeps every law; `tests.shipped` has the table."""
 
 import functools
 
 import pytest
 
-from purecompose.testing import LAWS, SHIPPED, Status
+from purecompose.testing import LAWS, Status
 from purecompose.testing.checking import Trials
+from tests.shipped import SHIPPED
 from tests.shipped_examples import examples
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from purecompose import State, Step, compose, loop_events, tree
-from purecompose.testing import SHIPPED, TASKS, Subject
+from purecompose.testing import TASKS, Subject
+from tests.shipped import SHIPPED
 
 
 NUM_STEPS = 20

@@ -14,9 +14,9 @@ from purecompose import Event, State, algorithms as alg, compose, loop_events, o
 from purecompose._support.shards import local
 from purecompose.algorithms import FACTORIES
 from purecompose.testing.process import played
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS, make_task
 from tests.helpers import changing, errors_of, make_batch, make_batches, make_mlp, make_state
+from tests.shipped import SHIPPED
 from tests.transforms.parallel_scenarios import SCENARIOS, Scenario, ragged, told
 
 

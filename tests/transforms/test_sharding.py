@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from purecompose.testing.process import in_process_group
-from purecompose.testing.shipped import SHIPPED
+from tests.shipped import SHIPPED
 from tests.transforms.sharded_scenarios import GATHERS, NEEDS_PARTS, SHARDED, facts, results, run, shipped, told
 
 

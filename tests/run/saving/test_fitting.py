@@ -15,10 +15,10 @@ from purecompose.run.saving import folder
 from purecompose.run.saving.checkpoint import assembled, snapshot
 from purecompose.run.saving.comparison import describe, differences
 from purecompose.run.saving.files import to_json
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.population import stack_states
 from tests.helpers import assert_same, make_batches, make_state
+from tests.shipped import SHIPPED
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*it becomes a buffer")

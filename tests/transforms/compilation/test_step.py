@@ -18,6 +18,7 @@ from purecompose.testing import strategies
 from purecompose.testing.case import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation import CompiledStep
+from tests import shipped
 from tests.helpers import (
     Unsized,
     changing,
@@ -399,7 +400,7 @@ def test_any_step_agrees(data: st.DataObject, donate: bool) -> None:
     program = loop_events
     for name in data.draw(st.sets(st.sampled_from(sorted({e.canonical_name for e in events_in(loop_events)})))):
         program = without(program, name)
-    methods = data.draw(strategies.algorithm_lists(task=task, max_size=2))
+    methods = data.draw(shipped.algorithm_lists(task=task, max_size=2))
     inside = set(events_in([n for n in program if isinstance(n, (Grad, pc.loop.Microbatches))]))
     for number in range(data.draw(st.integers(0, 3))):
         events = [event for event in events_in(program)]

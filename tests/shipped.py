@@ -18,7 +18,11 @@ from purecompose.nn.layers.transformer import FeedForward, SelfAttention
 from purecompose.nn.models.transformer import GPT
 from purecompose.schedule import cosine, hparam, linear
 from purecompose.schedule.declared import Within, alternatives, declarations
-from purecompose.testing.tasks import FULL_TASKS, TASKS, Residual, Task
+from purecompose.testing.tasks import TASKS, Residual, Task
+
+
+FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half and name != "gpt")
+"""Names of the tasks in full precision, without gpt, which is for methods that need this network."""
 
 
 @dataclass(frozen=True)
@@ -357,3 +361,16 @@ _ROWS = (
 
 SHIPPED: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ROWS})
 """The rows by the name of the factory."""
+
+
+def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.SearchStrategy[Algorithm]:
+    """Return a strategy for shipped algorithms with any valid settings, by default any that accepts the task."""
+    rows = [row for row in SHIPPED.values() if (row.accepts(task) if name is None else row.name == name)]
+    return st.one_of([row.algorithms() for row in rows])
+
+
+def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
+    """Return a strategy for lists of compatible shipped algorithms with different names, in any order."""
+    rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
+    each = st.one_of([row.algorithms() for row in rows])
+    return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
