@@ -12,7 +12,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from purecompose._support.checks import shown
-from purecompose._support.messages import is_remote, warn
+from purecompose._support.files import local_path
+from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.loaders import describe_data, differences as data_differences, own_order
@@ -209,9 +210,7 @@ def checkpoints_in(path: Path | str) -> tuple[Found, ...]:
         FileNotFoundError: There is none.
         CheckpointError: All of them are damaged, or written by a later version.
     """
-    if is_remote(path):
-        raise ValueError(f"{path} is in remote storage: give the folder of `with purecompose.saving.mirror(url)`")
-    folder = Path(path)
+    folder = local_path(path, "RecordedRun")
     folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     found, damaged = all_in(folder)
     if not found and damaged:

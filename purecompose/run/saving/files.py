@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from purecompose._support.files import PLAIN, is_count, is_nested_deeper, is_numbers, misfit, opened
-from purecompose._support.messages import present
 from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp
@@ -333,7 +332,7 @@ def library() -> Any:
 
 
 def _check_file(path: Path, name: str, report: Mapping[str, Any]) -> None:
-    file = present(path / name)
+    file = path / name
     try:
         with opened(file) as stream:
             size = os.fstat(stream.fileno()).st_size
