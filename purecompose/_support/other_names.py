@@ -93,9 +93,7 @@ LRMonitor | pc.observers.learning_rate
 SpeedMonitor, RuntimeEstimator | pc.observers.speed; it has time/left
 SpeedMonitor(window_size=) | speed | window=100
 MemoryMonitor | pc.observers.memory
-SystemMetricsMonitor | pc.observers.system
-ActivationMonitor | pc.observers.activations
-OptimizerMonitor | pc.algorithms.gradient_norm(each=True); also pc.observers.moments and pc.observers.updates
+OptimizerMonitor | pc.algorithms.gradient_norm(each=True); also pc.observers.updates
 NaNMonitor | pc.observers.NaNs
 ImageVisualizer | pc.observers.image_samples
 Generate | pc.observers.text_samples
@@ -172,7 +170,7 @@ ModelPruning | pc.to_module(state); torch.nn.utils.prune works on it
 ModelCheckpoint(save_top_k=) | Checkpoints | keep_best=3; keep is the number of newest ones
 ModelCheckpoint(save_last=) | Checkpoints | none: the newest one always stays
 LearningRateMonitor | pc.observers.learning_rate
-DeviceStatsMonitor | pc.observers.system
+DeviceStatsMonitor, SystemMetricsMonitor | pc.observers.memory
 RichProgressBar, TQDMProgressBar | pc.observers.Progress
 ModelSummary | pc.surgery.summary
 CSVLogger | pc.observers.CSV("metrics.csv")

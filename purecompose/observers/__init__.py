@@ -7,13 +7,10 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
 
 from purecompose._support.exports import publish
 from purecompose.observers.monitors import (
-    activations as activations,
     image_samples as image_samples,
     learning_rate as learning_rate,
     memory as memory,
-    moments as moments,
     speed as speed,
-    system as system,
     text_samples as text_samples,
     updates as updates,
 )

@@ -1,19 +1,15 @@
 """Monitors: functions `(state) -> dict` that add numbers of the run and its layers, or samples, to the records."""
 
-import contextlib
 import dataclasses
-import fnmatch
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from purecompose import batch as batches, tree
 from purecompose._support.checks import check_whole, is_number, shown, suggests_keywords
 from purecompose.core.state import State
 from purecompose.observers.progress import Pace, Stopwatch
@@ -72,50 +68,6 @@ def memory() -> Monitor:
         True
     """
     return _memory
-
-
-def moments() -> Monitor:
-    """Return a monitor of the norms of the optimizer's state, for each parameter: `moments/exp_avg/0.weight` etc.
-
-    Only floating tensors are reported; a population has a value for each member. Use it with infrequent records,
-    because it reads every tensor of the optimizer's state.
-
-    Example:
-        >>> from purecompose import losses, optim
-        >>> optimizer = optim.sgd(0.1, momentum=0.9)
-        >>> state = State.create(torch.nn.Linear(1, 1), loss=losses.mse, optimizer=optimizer)
-        >>> list(moments()(state))
-        ['moments/momentum/weight', 'moments/momentum/bias']
-    """
-    return _moments
-
-
-def _moments(state: State) -> dict[str, Tensor]:
-    first = state.key.ndim - 1  # the members of a population come first
-    found = {}
-    for path, leaf in tree.leaves_with_paths(state.opt_state).items():
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            name = path.removeprefix("['").removesuffix("']").replace("']['", "/")
-            found[f"moments/{name}"] = leaf.reshape(*leaf.shape[:first], -1).float().norm(dim=-1)
-    return found
-
-
-def system() -> Monitor:
-    """Return a monitor of the machine's load: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
-
-    * `system/cpu`: Average number of cores that this process has used since the last record; not in the first one.
-    * `system/load`: Number of processes that run or wait for a core, averaged over the last minute, where available.
-    * `system/memory`: Fraction of the machine's memory in use, 0 to 1, on Linux.
-    * `system/gpu`: Fraction of time, 0 to 1, in which the state's GPU was busy, if `pynvml` is installed.
-
-    Example:
-        >>> from purecompose import losses, optim
-        >>> state = State.create(torch.nn.Linear(1, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
-        >>> monitor = system()
-        >>> "system/cpu" in monitor(state), "system/cpu" in monitor(state)
-        (False, True)
-    """
-    return _System()
 
 
 @suggests_keywords
@@ -217,31 +169,6 @@ def _memory(state: State) -> dict[str, float]:
     return found
 
 
-class _System:
-    """The monitor of `system`, which remembers the times of its last call."""
-
-    def __init__(self) -> None:
-        self._before: tuple[float, float] | None = None
-
-    def __call__(self, state: State) -> dict[str, float]:
-        now, found = (time.monotonic(), time.process_time()), {}
-        if self._before is not None and now[0] > self._before[0]:
-            found["system/cpu"] = (now[1] - self._before[1]) / (now[0] - self._before[0])
-        self._before = now
-        if hasattr(os, "getloadavg"):
-            found["system/load"] = os.getloadavg()[0]
-        try:
-            with open("/proc/meminfo") as file:
-                sizes = {line.split(":")[0]: float(line.split()[1]) for line in file}
-            found["system/memory"] = 1 - sizes["MemAvailable"] / sizes["MemTotal"]
-        except (OSError, KeyError):
-            pass  # not Linux
-        if state.device.type == "cuda":
-            with contextlib.suppress(ImportError, RuntimeError):  # without pynvml
-                found["system/gpu"] = torch.cuda.utilization(state.device) / 100
-        return found
-
-
 class _Speed:
     """The monitor of `speed`, with its own stopwatch."""
 
@@ -307,74 +234,6 @@ class _Updates:
 
 def _norm(value: Tensor, num_dims: int) -> Tensor:
     return value.detach().reshape(*value.shape[:num_dims], -1).float().norm(dim=-1)
-
-
-def activations(inputs: Any, layers: str = "*") -> Monitor:
-    """Return a monitor of the outputs of the network's layers for given inputs, in evaluation mode.
-
-    It reports, for each layer (a module without submodules), `activation_mean/NAME`, `activation_std/NAME`,
-    `activation_max/NAME` (of absolute values) and `activation_zeros/NAME`, the fraction of exact zeros, which shows
-    dead ReLU units. For a layer that is called several times, the last call counts; a layer that does not return a
-    floating tensor is left out. Each record costs a forward pass with copies of the weights.
-
-    Args:
-        inputs: Inputs of the network: one argument, a list of arguments, or a mapping of keyword arguments.
-        layers: Pattern (`fnmatch`) of the names of the layers.
-
-    Raises:
-        ValueError: At the first record: the state is a population's, or no layer has such a name.
-
-    Example:
-        >>> from purecompose import losses, optim
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU())
-        >>> state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1))
-        >>> sorted(activations(torch.ones(3, 2), "1")(state))
-        ['activation_max/1', 'activation_mean/1', 'activation_std/1', 'activation_zeros/1']
-    """
-
-    def monitor(state: State) -> dict[str, Tensor]:
-        net = to_module(state).eval()
-        chosen = {
-            name: module
-            for name, module in net.named_modules()
-            if not list(module.children()) and fnmatch.fnmatchcase(name, layers)
-        }
-        if not chosen:
-            raise ValueError(f"activations: no layer has a name like {layers!r}; see net.named_modules()")
-        found: dict[str, Tensor] = {}
-        for name, module in chosen.items():
-            module.register_forward_hook(_remembering(found, name))
-        given = batches.map_tensors(lambda tensor: tensor.to(state.device), inputs)
-        with torch.no_grad():
-            _call(net, given)
-        return {
-            f"activation_{what}/{name or '(root)'}": value
-            for name, x in found.items()
-            for what, value in _summary(x).items()
-        }
-
-    return monitor
-
-
-def _remembering(found: dict[str, Tensor], name: str) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point():
-            found[name] = output
-
-    return hook
-
-
-def _call(net: nn.Module, inputs: Any) -> None:
-    if isinstance(inputs, Mapping):
-        net(**inputs)
-    else:
-        net(*(inputs if isinstance(inputs, list) else [inputs]))
-
-
-def _summary(output: Tensor) -> dict[str, Tensor]:
-    output = output.float()
-    zeros = (output == 0).float().mean()
-    return {"mean": output.mean(), "std": output.std(correction=0), "max": output.abs().max(), "zeros": zeros}
 
 
 # Number of pixels between the images of a grid.

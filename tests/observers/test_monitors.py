@@ -5,21 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import purecompose as pc
-from purecompose import Event, State, compose, fit, loop_events, losses, optim, population, schedule, stack_states, tree
-from purecompose.observers import (
-    Recorder,
-    Stopwatch,
-    activations,
-    learning_rate,
-    memory,
-    moments,
-    progress,
-    speed,
-    updates,
-)
+from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule, stack_states
+from purecompose.observers import Recorder, Stopwatch, learning_rate, memory, progress, speed, updates
 from tests.observers.observer_helpers import Kept, at, make_batches, make_population, make_state
 
 
@@ -126,18 +114,6 @@ def test_rates_of_a_population_count_the_samples_of_every_member(clock: types.Si
     assert monitor(at(state, 2)) == {"speed/batches": 1.0, "speed/samples": 24.0}
 
 
-def test_moments_are_the_norms_of_the_optimizers_memory() -> None:
-    state = make_state("1ba", optim.adam(0.1))
-    end = fit(compose(loop_events), state, make_batches())
-    found = moments()(end)
-    for slot in ("exp_avg", "exp_avg_sq"):
-        for name, memory_of in end.opt_state[slot].items():
-            torch.testing.assert_close(found[f"moments/{slot}/{name}"], memory_of.norm())
-    both = moments()(stack_states([end, end.replace(opt_state=tree.map(torch.zeros_like, end.opt_state))]))
-    for name, norms in both.items():
-        torch.testing.assert_close(norms, torch.stack([found[name], torch.zeros(())]))
-
-
 def test_updates_are_those_of_the_batch() -> None:
     start, kept, states = make_state("3ba"), Kept(), []
     observers = [Recorder(kept, monitors=updates()), lambda event, state: states.append(dict(state.params))]
@@ -152,39 +128,6 @@ def test_updates_are_those_of_the_batch() -> None:
         moved = (param - before[name]).norm().item()
         assert batches[1][f"update/{name}"] == pytest.approx(moved, rel=1e-5)
         assert batches[1][f"update_ratio/{name}"] == pytest.approx(moved / before[name].norm().item(), rel=1e-5)
-
-
-def test_activations_are_those_of_the_network_in_evaluation_mode() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
-    state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1))
-    inputs, generator = torch.randn(5, 4), torch.get_rng_state()
-    found = activations(inputs)(state)
-    assert torch.equal(torch.get_rng_state(), generator)
-    hidden = net.eval()[:3](inputs).detach()
-    assert found["activation_mean/3"].item() == pytest.approx(hidden.mean().item(), rel=1e-5)
-    assert found["activation_std/2"].item() == pytest.approx(hidden.std(correction=0).item(), rel=1e-5)
-    assert found["activation_max/2"].item() == pytest.approx(hidden.abs().max().item(), rel=1e-5)
-    assert found["activation_zeros/2"].item() == pytest.approx((hidden == 0).float().mean().item())
-    assert {name.rpartition("/")[2] for name in found} == {"0", "1", "2", "3"}
-
-
-def test_activations_of_networks_with_several_inputs_and_of_no_layer() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return self.layer(x + y)
-
-    state = State.create(Both(), loss=losses.mse, optimizer=optim.sgd(0.1), input_field=[0, 1], target_field=2)
-    x, y = torch.ones(2), torch.zeros(2)
-    as_list, as_mapping = activations([x, y])(state), activations({"x": x, "y": y})(state)
-    pc.tree.equal(as_list, as_mapping)
-    assert as_list["activation_mean/layer"] == state.forward([x, y]).mean()
-    with pytest.raises(ValueError, match="no layer has a name like 'head"):
-        activations([x, y], "head*")(state)
 
 
 def test_a_parameter_of_zeros_has_a_ratio_of_zero() -> None:

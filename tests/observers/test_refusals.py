@@ -19,7 +19,6 @@ from purecompose.observers import (
     Records,
     TensorBoard,
     WandB,
-    activations,
     image_samples,
     learning_rate,
     memory,
@@ -46,7 +45,6 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Recorder(Kept(), every="10sec"), ValueError, "Recorder: every"),
     (lambda: Recorder(Kept(), monitors=["lr"]), TypeError, "monitors: expected functions"),  # pyright: ignore
     (lambda: Recorder(Kept(), monitors=memory), TypeError, "monitors: expected functions"),  # pyright: ignore
-    (lambda: monitored(activations), TypeError, "monitor activations: expected a dict"),
     (lambda: monitored(lambda state: 0.5), TypeError, r"monitor <lambda>: expected a dict.*0.5 \(float\)"),
     (lambda: monitored(lambda state: {"odd": b"x"}), TypeError, "monitor <lambda>: 'odd': expected a number"),
     (lambda: monitored(lambda state: {"odd": torch.ones(3)}), TypeError, "'odd': expected a number"),
