@@ -23,12 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def frozen(setting: Any) -> Any:
-    """Return a setting with lists, nested ones included, converted to tuples.
-
-    Example:
-        >>> frozen([0.0, [1, 2]])
-        (0.0, (1, 2))
-    """
+    """Return a setting with lists, nested ones included, converted to tuples."""
     return tuple(map(frozen, setting)) if isinstance(setting, list | tuple) else setting
 
 
@@ -68,12 +63,7 @@ def check_number(
 
 
 def is_callable_with(fn: Any, num_args: int) -> bool:
-    """Return whether a function takes this many positional arguments; true if its signature is unknown.
-
-    Example:
-        >>> is_callable_with(lambda a, b=0: a, 2), is_callable_with(lambda: 0, 1), is_callable_with(print, 3)
-        (True, False, True)
-    """
+    """Return whether a function takes this many positional arguments; true if its signature is unknown."""
     try:
         inspect.signature(fn).bind(*[None] * num_args)
     except TypeError:
@@ -91,12 +81,7 @@ def is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Describe a value for a message: a tensor by dtype and shape, others by value (at most 80 characters) and type.
-
-    Example:
-        >>> shown(1.5)
-        '1.5 (float)'
-    """
+    """Describe a value for a message: a tensor by dtype and shape, others by value (at most 80 characters) and type."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     # In one line, since that of torch's optimizers has many; without the address of a function.
@@ -136,17 +121,6 @@ def suggests_keywords(function: F) -> F:
 
     An unknown keyword is explained as by `check_keywords`; for any other mistake the message shows the signature. The
     arguments are alive until the function returns, so it is not for functions that release the memory of one.
-
-    Example:
-        >>> @suggests_keywords
-        ... def sam(rho, every=1):
-        ...     return rho
-        >>> sam(0.1, interval=10)
-        Traceback (most recent call last):
-        TypeError: sam() got an unexpected keyword argument 'interval'; write every=10
-        >>> sam()
-        Traceback (most recent call last):
-        TypeError: sam() missing 1 required positional argument: 'rho'; it is sam(rho, every=1)
     """
     if isinstance(function, type):
         decorated: Any = function

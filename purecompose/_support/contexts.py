@@ -21,12 +21,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def together(*scopes: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Return one context manager for several; those that do nothing cost nothing.
-
-    Example:
-        >>> together(NOTHING, NOTHING) is NOTHING
-        True
-    """
+    """Return one context manager for several; those that do nothing cost nothing."""
     active = [scope for scope in scopes if scope is not NOTHING]
     if len(active) < 2:
         return active[0] if active else NOTHING
@@ -71,14 +66,6 @@ class WriteGuard(DispatchMode):
     Args:
         tensors: The tensors by name.
         error: Function that returns the error to raise, from the tensor's name and the operation.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.ones(2)
-        >>> with WriteGuard({"weight": weight}, lambda name, operation: RuntimeError(f"{operation} into {name}")):
-        ...     weight.data[:1].zero_()
-        Traceback (most recent call last):
-        RuntimeError: aten.zero_.default into weight
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str, Any], Exception]) -> None:

@@ -28,10 +28,7 @@ _ALL = (*_ON_CUDA, _BACKENDS.mkldnn.matmul)
 
 @contextmanager
 def building(seed: int) -> Iterator[None]:
-    """Return a context manager for building modules on the CPU, with initial weights from a seed.
-
-    The states of torch's generators are the same afterwards.
-    """
+    """Return a scope for building modules on the CPU, with initial weights from a seed; generators are restored."""
     # torch.manual_seed would also seed the accelerators' generators, which would not be restored.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
@@ -50,10 +47,6 @@ def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Te
 
     `torch.tensor(numbers, device="cuda")` copies from pageable memory, and so waits until the GPU has finished its
     queued work. A copy from pinned memory is queued; torch's allocator keeps the memory until then.
-
-    Example:
-        >>> sent([1, 2], torch.float64, torch.device("cpu"))
-        tensor([1., 2.], dtype=torch.float64)
     """
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=dtype, device="cpu")
@@ -65,10 +58,6 @@ def constants(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
     """Return numbers that never change as a tensor on a device, to which they are copied only once.
 
     In a compiled step, `sent` would copy from the host in every step, and a CUDA graph could not repeat that.
-
-    Example:
-        >>> constants([0.5, 2.0], torch.float32, torch.device("cpu"))
-        tensor([0.5000, 2.0000])
     """
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=dtype, device="cpu")
@@ -90,14 +79,11 @@ def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context manager for computing in a precision, backward passes included.
+    """Return a context manager for computing in a precision, backward passes included; an autocast around it ends.
 
-    An autocast around it has no effect inside: the state determines the precision.
-
-    TensorFloat-32 keeps 10 of a float32's 23 mantissa bits in the factors of matrix products and convolutions. torch
-    enables it by default for convolutions and recurrent layers; here only "tf32" uses it, also for matrix products. The
-    switches are restored afterwards. They belong to the process: to train in several threads, set them beforehand,
-    since switches that already have the right values are not changed. Other devices than CUDA have no such switch.
+    torch rounds the factors of convolutions and recurrent layers to TensorFloat-32 by default; here only "tf32" does,
+    also those of matrix products. The switches belong to the process, and are restored: to train in several threads,
+    set them beforehand, since those with the right values are not changed. Only CUDA has them.
     """
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return _without_autocast(precision, device)
@@ -177,21 +163,18 @@ LARGEST_KEPT = 2**25
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system if the C library is glibc; with others, do nothing.
+    """Return freed memory to the system if the C library is glibc, which keeps freed blocks of up to 32 MB.
 
-    glibc's `malloc` keeps blocks of up to 32 MB when they are freed. The tensors of a step reuse them only where they
-    fit, so after much has been freed in other sizes the process would keep this memory beside the one it uses.
+    The tensors of a step reuse them only where they fit.
     """
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors of up to 32 MB; with other C libraries, do nothing.
+    """Let glibc keep the memory of freed tensors of up to 32 MB, unless the environment has settings of it.
 
-    By default it returns the memory of a step's activations to the system when they are freed, or not, as chance lays
-    out the heap, and takes page faults for it in the next step: up to a third of a step's time. Settings in the
-    environment are left as they are.
+    By default it may return the memory of activations, and page faults then take up to a third of a step's time.
     """
     if not _OF_MALLOC.isdisjoint(os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return

@@ -10,10 +10,9 @@ from purecompose._support.other_names import instead_of_name
 
 
 def public_names(source: str) -> list[str]:
-    """Return the public names of a module, given its text, in the order of the text.
+    """Return the public names of a module, given its text: those in `__all__`, or what it defines or imports as itself.
 
-    They are those in `__all__`; without it, the names that the module defines, and those that it imports as themselves
-    (`from .sgd import sgd as sgd`), also for type checkers only, unless they begin with an underscore.
+    `from .sgd import sgd as sgd` imports as itself, also for type checkers only; names with an underscore are private.
     """
     names = list[str]()
     for node in ast.parse(source).body:
@@ -33,18 +32,7 @@ def public_names(source: str) -> list[str]:
 
 
 def publish(module: str) -> None:
-    """Let a public module list its public names only, and explain names that it does not have.
-
-    Completion then offers no names that the module only imports. Type checkers know nothing of it.
-
-    Example:
-        >>> import purecompose as pc
-        >>> "accuracy" in dir(pc.metrics), "torch" in dir(pc.metrics), hasattr(pc.metrics, "torch")
-        (True, False, True)
-        >>> getattr(pc.algorithms, "MixUp")
-        Traceback (most recent call last):
-        AttributeError: module 'purecompose.algorithms' has no attribute 'MixUp'; write pc.algorithms.mixup
-    """
+    """Let a public module list its public names only, for completion, and explain names that it does not have."""
 
     def names() -> list[str]:
         try:
@@ -58,10 +46,7 @@ def publish(module: str) -> None:
 
 
 def refuse(module: str, name: str) -> NoReturn:
-    """Raise the error of a module that has no attribute of this name, with the name to write, if it is known.
-
-    To be called by the module's `__getattr__`.
-    """
+    """Raise the error of a module without this attribute, for its `__getattr__`, with the name to write if known."""
     hint = instead(name, module)
     text = f"module {module!r} has no attribute {name!r}{hint and ';' + hint}"
     asks = sys._getframe(2)

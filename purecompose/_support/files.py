@@ -56,12 +56,7 @@ def sync(path: Path) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value for JSON: numbers that are not finite become "nan", "inf" and "-inf", tensors become lists.
-
-    Example:
-        >>> to_json({"loss": math.nan, "members": (1, 2)})
-        {'loss': 'nan', 'members': [1, 2]}
-    """
+    """Return a value for JSON: numbers that are not finite become "nan", "inf" and "-inf", tensors become lists."""
     if isinstance(value, Mapping):
         return {name: to_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -119,11 +114,6 @@ def misfit(value: Any, form: Any, place: str) -> str | None:
             tuple of alternatives; a function that returns a bool; a list with the form of the members; a dict with the
             forms of the named members, of which those with a "?" may be missing, and of all others under "*".
         place: Name of the value.
-
-    Example:
-        >>> misfit({"batch": 3, "seconds": 1}, {"batch": is_count, "seconds": float, "command?": (str, None)}, "start")
-        >>> misfit({"spans": [[1, True]]}, {"spans": [[is_count]]}, "file")
-        "file['spans'][0][1]"
     """
     if isinstance(form, tuple):
         return None if any(misfit(value, one, place) is None for one in form) else place

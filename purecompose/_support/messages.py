@@ -24,12 +24,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u20
 
 
 def escaped(text: object) -> str:
-    """Return a text with escapes of Python for what would control a terminal.
-
-    Example:
-        >>> escaped("red: " + chr(27) + "[31m")
-        'red: \\\\x1b[31m'
-    """
+    """Return a text with escapes of Python for what would control a terminal."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 

@@ -44,16 +44,9 @@ class Place(NamedTuple):
 
 
 def reached(start: Any, leaves: tuple[type, ...] = ()) -> list[Place]:
-    """Return all places that are reached, each before those inside of its value.
+    """Return all places that are reached from something that can be called, each before those inside of its value.
 
-    Args:
-        start: A function, method, module or object that can be called.
-        leaves: Types whose members do not matter, besides numbers, strings and tensors.
-
-    Example:
-        >>> weights = {"kl": 0.1}
-        >>> [place.where for place in reached(functools.partial(max, weights))]
-        ['', 'its argument 1', '', "its argument 1['kl']"]
+    The members of `leaves`, of numbers, strings and tensors do not matter.
     """
     innermost = start
     while isinstance(innermost, (functools.partial, types.MethodType)):
@@ -248,12 +241,7 @@ def fingerprint(thing: Any) -> Hashable:
 
 
 def in_words(tensor: Tensor) -> str:
-    """Return a tensor's dtype, shape, first values and checksum; equal for tensors that are equal bit for bit.
-
-    Example:
-        >>> in_words(torch.tensor([1.0, 0.25, 0.0, 3.0]))
-        'float32[4] (1, 0.25, 0, ...) #72c8110946f4'
-    """
+    """Return a tensor's dtype, shape, first values and checksum, as 'float32[4] (1, 0.25, 0, ...) #72c8110946f4'."""
     value = _tensor_value(tensor)
     form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not isinstance(value, tuple):

@@ -385,20 +385,9 @@ def rows(table: str) -> tuple[Row, ...]:
 
 
 def instead_of_setting(function: str, name: str, own: Collection[str] = ()) -> str:
-    """Return a hint for a setting that a function does not have; "" if nothing is known of it.
+    """Return a hint, such as ' write every=10', for a setting that a function does not have; "" if nothing is known.
 
-    Args:
-        function: The function.
-        name: The setting.
-        own: The settings that the function has; an answer that is one of them is written without another function.
-
-    Example:
-        >>> instead_of_setting("sam", "interval")
-        ' write every=10'
-        >>> instead_of_setting("alibi", "max_sequence_length")
-        ' it does not exist here: there is no limit'
-        >>> instead_of_setting("train", "epochs", own=["duration"])
-        ' write duration="3ep"'
+    An answer that is one of the function's `own` settings is written without another function.
     """
     answer = _settings().get((function, name), "")
     code, *rest = re.split("(?=;)", answer, maxsplit=1)
@@ -408,14 +397,7 @@ def instead_of_setting(function: str, name: str, own: Collection[str] = ()) -> s
 
 
 def instead_of_name(name: str) -> str:
-    """Return a hint for the name of a class or a function of another library; "" if nothing is known of it.
-
-    Names that differ in capitals and underscores only are the same.
-
-    Example:
-        >>> instead_of_name("LRMonitor"), instead_of_name("mse_loss")
-        (' write pc.observers.learning_rate', ' write pc.losses.mse')
-    """
+    """Return a hint for a class or function of another library, in any capitals and underscores; "" if unknown."""
     return _hint(_names().get(_key(name), ""))
 
 

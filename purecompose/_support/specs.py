@@ -57,12 +57,7 @@ class Call:
 
 
 def parse(text: str) -> tuple[Call, ...]:
-    """Return the calls listed in a text; the empty text and `none` list no calls.
-
-    Example:
-        >>> [str(call) for call in parse("mixup(alpha=0.2), label_smoothing")]
-        ['mixup(alpha=0.2)', 'label_smoothing()']
-    """
+    """Return the calls listed in a text; the empty text and `none` list no calls."""
     line = "".join(" " if character.isspace() else character for character in text).strip()
     if line.lower() in ("", "none"):
         return ()
@@ -82,12 +77,7 @@ def parse(text: str) -> tuple[Call, ...]:
 
 
 def parse_one(text: str) -> Call:
-    """Return the only call in a text.
-
-    Example:
-        >>> parse_one("adam(lr=2e-3)").kwargs
-        {'lr': 0.002}
-    """
+    """Return the only call in a text, such as "adam(lr=2e-3)"."""
     calls = parse(text)
     if len(calls) != 1:
         raise SpecError(f"expected one name, with or without arguments, got {len(calls)} in {text!r}")
@@ -95,22 +85,10 @@ def parse_one(text: str) -> Call:
 
 
 def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) -> Any:
-    """Call the factory with the call's name and arguments.
-
-    Args:
-        call: The call.
-        factories: Functions by name.
-        kind: A word for what they make, for messages.
+    """Call the factory with the call's name and arguments; `kind` is a word for what they make, for messages.
 
     Raises:
         SpecError: No factory has the name, it has no such parameter, or it refuses a value.
-
-    Example:
-        >>> build(parse_one("complex(real=1, imag=2)"), {"complex": complex}, "number")
-        (1+2j)
-        >>> build(parse_one("complx"), {"complex": complex}, "number")
-        Traceback (most recent call last):
-        purecompose._support.specs.SpecError: no number is called 'complx'; did you mean 'complex'? Known: complex
     """
     check_name(call.name, factories, kind)
     factory = factories[call.name]
@@ -129,13 +107,7 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
 
 
 def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
-    """Return the call with all arguments by their names, or unchanged if that is impossible, as `build` then reports.
-
-    Example:
-        >>> def scaled(alpha, power=2): ...
-        >>> str(by_name(parse_one("scaled(0.2, power=3)"), {"scaled": scaled}))
-        'scaled(alpha=0.2, power=3)'
-    """
+    """Return the call with all arguments by name, or unchanged if that is impossible, as `build` then reports."""
     if call.name not in factories:
         return call
     parameters = inspect.signature(factories[call.name]).parameters.values()
@@ -157,13 +129,7 @@ def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
 
 
 def describe(name: str, signature: inspect.Signature) -> str:
-    """Return a function's signature as text: parameters with defaults, but without annotations and addresses.
-
-    Example:
-        >>> def scaled(alpha: float, *, power: int = 2, fn: Any = print) -> float: ...
-        >>> describe("scaled", inspect.signature(scaled))
-        'scaled(alpha, *, power=2, fn=...)'
-    """
+    """Return a function's signature as text: parameters with defaults, but without annotations and addresses."""
     plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     shown = [
         one if one.default is one.empty or "<" not in repr(one.default) else one.replace(default=_ELIDED)
@@ -200,12 +166,7 @@ def _sentence(hint: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:
-    """Return the start of a hint if a name is close to one or two known ones, else "".
-
-    Example:
-        >>> did_you_mean("mixpu", ["mixup", "sam"])
-        " did you mean 'mixup'?"
-    """
+    """Return the start of a hint if a name is close to one or two known ones, else ""."""
     close = get_close_matches(str(name), list(known), n=2)
     close = close if shown is None else [shown[one] for one in close]
     return f" did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -18,16 +18,7 @@ _LONGEST_SHORT = 24
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return columns under a header; the last is wrapped so that lines fit in `width` (by default the terminal's).
 
-    Lines break at spaces only, so that a longer word exceeds the width. Columns of numbers between the first and the
-    last are aligned on the right.
-
-    Example:
-        >>> print(table(["a", "size", "b"], [["1", "7", "one"], ["22", "10", "two and twenty, 11 + 11"]], width=24))
-        a   size  b
-        --  ----  --------------------
-        1      7  one
-        22    10  two and twenty, 11 +
-                  11
+    Lines break at spaces only. Columns of numbers between the first and the last are aligned on the right.
     """
     width = width or terminal_width()
     head, rows = _printable(head), [_printable(row) for row in rows]

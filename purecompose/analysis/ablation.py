@@ -166,18 +166,7 @@ _INITIAL = random.salt("initial state of an ablation")
 
 @dataclass(frozen=True)
 class Trainer:
-    """Everything that the cells of an ablation have in common.
-
-    Attributes:
-        make_step: Function from algorithms to a step.
-        state: Function from a seed to the initial state.
-        data: The training data.
-        evaluate: The evaluator of the metric.
-        metric: The metric that is compared, such as "eval/accuracy".
-        methods: All methods, by name.
-        folder: The folder of the runs; `None` to keep nothing.
-        sequential: True to train the seeds one after the other, False to train them as a population.
-    """
+    """Everything that the cells of an ablation have in common; see the arguments of `ablate`."""
 
     make_step: Callable[[list[Algorithm]], Step]
     state: Callable[[int], State]
@@ -189,12 +178,7 @@ class Trainer:
     sequential: bool
 
     def step(self, subset: frozenset[str]) -> Step:
-        """Return the step with a subset of the methods.
-
-        Raises:
-            TypeError: `make_step` returned something else.
-            ValueError: The step has other methods than it was given, or is not one of single states.
-        """
+        """Return the step with a subset of the methods; raise if it has others than it was given."""
         step = self.make_step([method for name, method in self.methods.items() if name in subset])
         if not isinstance(step, Step):
             raise TypeError(f"ablate: make_step: expected a Step, as compose returns, got {type(step).__name__}")
@@ -208,14 +192,7 @@ class Trainer:
         return step
 
     def initial(self, step: Step, seed: int) -> State:
-        """Return the initial state of a seed, with the memory of the step's algorithms.
-
-        The global generators are seeded meanwhile, and restored afterwards.
-
-        Raises:
-            TypeError: `state` returned something else.
-            ValueError: The state has no duration.
-        """
+        """Return the initial state of a seed, with all memory; the global generators are seeded meanwhile."""
         load_numpy()
         with kept_globals():
             # A network draws its weights from torch's global generator: all cells of a seed need the same ones.
@@ -228,13 +205,7 @@ class Trainer:
         return start_of_run(step, state, self.data)[0]
 
     def train(self, subset: frozenset[str], name: str, seeds: Sequence[int]) -> list[float]:
-        """Train seeds of a cell; return the metric at the end of each.
-
-        Args:
-            subset: The names of its methods.
-            name: The name of the cell's folder.
-            seeds: The seeds.
-        """
+        """Train seeds of a cell, in the folder of that name; return the metric at the end of each."""
         step = self.step(subset)
         if self.sequential or len(seeds) == 1:
             given = ((self.initial(step, seed), seed) for seed in seeds)
@@ -288,12 +259,7 @@ _FILE, _TABLE = "ablation.json", "ablation.txt"
 
 
 def _kept_values(folder: Path, settings: Mapping[str, str]) -> dict[str, dict[int, float]]:
-    """Return the metric of each cell and seed in a folder, which is created if necessary.
-
-    Raises:
-        ValueError: The folder has the results of another ablation; the message names the differences.
-        FileExistsError: The folder contains something else.
-    """
+    """Return the metric of each cell and seed in a folder, which is created if necessary."""
     if not (folder / _FILE).exists():
         if folder.exists() and any(folder.iterdir()):
             raise FileExistsError(

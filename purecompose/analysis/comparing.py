@@ -165,13 +165,7 @@ def _distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float
 
 
 def _differing(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> Iterator[str]:
-    """Yield a description of each leaf that differs, in the order of the first mapping.
-
-    Args:
-        ours: Tensors by name.
-        theirs: The others.
-        tolerance: See `tree.differences`.
-    """
+    """Yield a description of each tensor that differs by more than the tolerance, in the order of the first mapping."""
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours or name not in theirs:
             yield f"{name}: only in {'a' if name in ours else 'b'}"

@@ -34,23 +34,13 @@ from purecompose._support.tables import table
 
 
 def subsets_of(methods: Sequence[str]) -> list[frozenset[str]]:
-    """Return the subsets to train: all methods, all but each one, and none.
-
-    Example:
-        >>> [sorted(subset) for subset in subsets_of(["a", "b"])]
-        [['a', 'b'], ['b'], ['a'], []]
-    """
+    """Return the subsets to train: all methods, all but each one, and none."""
     whole = frozenset(methods)
     return list(dict.fromkeys([whole, *(whole - {name} for name in methods), frozenset[str]()]))
 
 
 def name_of(subset: frozenset[str], methods: Sequence[str]) -> str:
-    """Return a short name of a subset.
-
-    Example:
-        >>> [name_of(frozenset(names), ["a", "b", "c", "d"]) for names in ("abcd", "abd", "ab", "")]
-        ['all', 'all but c', 'a + b', 'none']
-    """
+    """Return a short name of a subset, such as 'all', 'all but c', 'a + b' or 'none'."""
     if not subset:
         return "none"
     missing = [name for name in methods if name not in subset]
@@ -151,16 +141,9 @@ def _signs(num: int) -> Tensor:
 
 
 def seeds_needed(interval: Interval, num_seeds: int, num_comparisons: int) -> int:
-    """Return about how many seeds would decide a comparison: 0 if it is decided, at most `MOST_SEEDS` + 1.
+    """Return about how many seeds in total would decide a comparison with probability 0.8; 0 if it is decided.
 
-    Args:
-        interval: The interval so far.
-        num_seeds: The number of seeds so far.
-        num_comparisons: The number of comparisons whose intervals hold together.
-
-    Returns:
-        The number of seeds in total, more than `num_seeds`, with which the interval of a difference of this size
-        excludes 0 with probability 0.8. From normal quantiles with Šidák's correction.
+    At most `MOST_SEEDS` + 1, from normal quantiles with Šidák's correction for the number of comparisons.
     """
     if interval.is_decided or interval.low == interval.high:
         return 0

@@ -55,20 +55,7 @@ class Range:
 def proposed(
     values: Any, search: str | None, trials: int | None, rounds: int, key: Tensor, is_better_lower: bool
 ) -> Proposals:
-    """Return the settings to train, in one or several rounds.
-
-    Args:
-        values: Lists of numbers and ranges by name.
-        search: "grid", "random" or "optuna"; `None` for "random" with `trials`, otherwise "grid".
-        trials: Number of settings; `None` for all combinations.
-        rounds: Number of rounds of Optuna.
-        key: The key of random settings.
-        is_better_lower: Whether lower metrics are better.
-
-    Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
-        ImportError: Optuna is needed and not installed.
-    """
+    """Return the settings to train, in one or several rounds; see the arguments of `sweep`."""
     space = _checked(values)
     search = search or ("grid" if trials is None else "random")
     if search not in ("grid", "random", "optuna"):

@@ -203,13 +203,7 @@ _HINT = (
 
 
 def checkpoints_in(path: Path | str) -> tuple[Found, ...]:
-    """Return the checkpoints in a run's folder, or a folder of checkpoints, the oldest first.
-
-    Raises:
-        ValueError: It is a URL.
-        FileNotFoundError: There is none.
-        CheckpointError: All of them are damaged, or written by a later version.
-    """
+    """Return the checkpoints in a run's folder, or a folder of checkpoints, the oldest first; raise without any."""
     folder = local_path(path, "RecordedRun")
     folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     found, damaged = all_in(folder)
@@ -299,11 +293,7 @@ def replay(run: RecordedRun, at: TimeLike | int, *, observers: Observer | Iterab
 
 
 def point(at: Any, where: str) -> Time:
-    """Return a point of a run from a number of batches or a time.
-
-    Raises:
-        TypeError, ValueError: It is not one, is negative, or is in seconds.
-    """
+    """Return a point of a run from a number of batches or a time that is not in seconds."""
     given = int(at) if isinstance(at, str) and at.isdecimal() else at
     time = named_time(given, where, TimeUnit.BATCH)
     if time.unit is TimeUnit.SECOND or time.value < 0:
@@ -314,14 +304,7 @@ def point(at: Any, where: str) -> Time:
 def states_from(
     run: RecordedRun, loaded: Loaded, length: RunLength, observers: tuple[Any, ...] = ()
 ) -> Generator[State]:
-    """Yield the state of a checkpoint, and those after each batch from there on, as in the run.
-
-    Args:
-        run: The run.
-        loaded: The checkpoint.
-        length: The run's length.
-        observers: See `replay`.
-    """
+    """Yield the state of a checkpoint, and those after each batch from there on, as in a run of this length."""
     state = loaded.state.replace(timestamp=loaded.state.timestamp.replace(run=length))
     yield state
     decides = bool(run.stop or run.adjust)

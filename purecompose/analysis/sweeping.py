@@ -349,13 +349,7 @@ def learning_rate_range(
 def with_named_rate(state: State, *, keeps_schedule: bool) -> State:
     """Return the state with the optimizer's learning rate as the hparam "lr", unless it has one.
 
-    Args:
-        state: The state.
-        keeps_schedule: True to replace only the number in the rate, as in `hparam("lr", 0.1) * cosine()`; False to
-            replace the whole rate.
-
-    Raises:
-        ValueError: The optimizer has no `lr` that can be replaced.
+    With `keeps_schedule` only the number is replaced, as in `hparam("lr", 0.1) * cosine()`, else the whole rate.
     """
     if keeps_schedule and _NAME in state.hparams:
         return state

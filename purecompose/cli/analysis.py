@@ -306,13 +306,7 @@ def _values(text: str) -> tuple[str, Any]:
 
 
 def _with_names(step: Step, state: State, names: Iterable[str]) -> tuple[Step, State]:
-    """Return the step and the state with named scalars in place of settings.
-
-    Args:
-        step: The step.
-        state: The state.
-        names: "lr", "optimizer.ARGUMENT" or "METHOD.ARGUMENT", which are also the names of the scalars.
-    """
+    """Return step and state with named scalars in settings: "lr", "optimizer.ARGUMENT" or "METHOD.ARGUMENT"."""
     for name in names:
         owner, _, argument = name.partition(".")
         if name == "lr":

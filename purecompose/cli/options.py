@@ -69,12 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def reported_as(option: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn an error about an option's value into a `UsageError` of one line that begins with the option, if any.
-
-    Args:
-        option: The option, or "".
-        kinds: The errors; by default those of wrong values and of files.
-    """
+    """Turn an error, by default of values and files, into a `UsageError` of one line that begins with the option."""
     wrong = kinds or (TypeError, ValueError, OSError)
     try:
         yield
@@ -134,12 +129,9 @@ def option_of(name: str) -> str:
 
 
 def add_options(parser: Any, owner: Callable[..., Any], *, if_given: bool = False) -> None:
-    """Add the arguments of a function, or the fields of a dataclass, to a parser.
+    """Add the arguments of a function, or the fields of a dataclass, to a parser, or a group of one.
 
-    Args:
-        parser: The parser, or a group of one.
-        owner: The function or dataclass.
-        if_given: True to leave out of the result what is not given.
+    With `if_given` the result lacks what is not given.
     """
     hints, words = get_type_hints(owner, include_extras=True), _documented(owner)
     for name, parameter in inspect.signature(owner).parameters.items():

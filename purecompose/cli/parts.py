@@ -70,12 +70,7 @@ def with_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 def check(found: Mapping[str, Any], option: str = "--set") -> None:
     """Check settings without the data; those that suit the data count as given, except for data of the user's own code.
 
-    Args:
-        found: The settings that were chosen.
-        option: The option that has given the arguments under "within".
-
-    Raises:
-        UsageError: A setting is wrong.
+    `option` has given the arguments under "within".
     """
     data = found.get("data", Settings.data)
     settings = with_defaults(found, {} if is_own(data) else defaults_for(is_text_file(data), num_examples=0))
@@ -120,12 +115,7 @@ def optimizer_of(settings: Settings) -> Any:
 
 
 def network_of(text: str, is_text: bool | None) -> tuple[specs.Call, Any]:
-    """Return the call that makes a network, and for the user's own code what it names.
-
-    Args:
-        text: The call.
-        is_text: Whether the data are text; `None` if that is unknown.
-    """
+    """Return the call that makes a network, and what own code names; `is_text` is `None` for unknown data."""
     call = specs.parse_one(text)
     if is_own(call.name):
         return call, imported(call.name)

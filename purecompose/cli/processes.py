@@ -23,13 +23,7 @@ from purecompose.transforms.fully_sharded import fully_sharded, shard
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, and this one's place among them.
-
-    Attributes:
-        rank: This process, from 0.
-        size: The number of processes.
-        local_rank: This process among those of its host.
-    """
+    """The processes of a run, and this one's place among them, and among those of its host."""
 
     rank: int = 0
     size: int = 1
@@ -93,11 +87,7 @@ _TO_ASK = timedelta(seconds=10)
 
 
 def processes_here() -> Processes:
-    """Return the processes of this run, by the variables that `torchrun` sets.
-
-    Raises:
-        UsageError: There are several, but they cannot find each other.
-    """
+    """Return the processes of this run, by the variables that `torchrun` sets."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size in ("", "1"):
         return Processes()
@@ -151,8 +141,7 @@ def _silenced() -> Iterator[None]:
 def _new_store() -> Any:
     """Return the store in which the processes find each other, without what earlier ones have left in it.
 
-    torchrun may keep its store when it starts processes again, and then they would find the addresses of those that
-    have ended. On several hosts it makes a new store each time (`--rdzv-backend c10d`), and hosts may not count alike.
+    torchrun may keep its store when it starts processes again; on several hosts it makes a new one each time.
     """
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=_TO_MEET)))

@@ -158,11 +158,7 @@ def checkpoint_of(run: str | Path, which: str, kind: Kind) -> Path:
 
 
 def named_checkpoint(run: str | Path, which: str) -> Path | None:
-    """Return the checkpoint as `checkpoint_of`, but `None` for the best one, which depends on the kind of data.
-
-    Raises:
-        UsageError: There is no such checkpoint, or none at all.
-    """
+    """Return the checkpoint as `checkpoint_of`, but `None` for the best one, which depends on the kind of data."""
     _, folder = _places(run)
     if (folder / INDEX).exists():
         if which not in ("newest", folder.resolve().name):

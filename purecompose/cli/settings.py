@@ -187,13 +187,7 @@ class Given:
 def with_arguments(
     settings: dict[str, Any], algorithms: Mapping[str, Callable[..., Any]], option: str = "--set"
 ) -> dict[str, Any]:
-    """Return complete settings with the arguments under "within" put into the calls.
-
-    Args:
-        settings: The settings.
-        algorithms: Factories of algorithms by name, whose signatures name positional arguments.
-        option: The option that has given the arguments, for messages.
-    """
+    """Return complete settings with the arguments under "within", which `option` has given, put into the calls."""
     settings = dict(settings)
     factories = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "model": MODELS}
     for name, arguments in settings.pop("within", {}).items():
@@ -250,14 +244,8 @@ def settings_of(run: Path) -> dict[str, Any]:
 def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
     """Return the settings in a TOML or YAML file, at the top level or in a table [train].
 
-    Args:
-        path: The file.
-        option: Beginning of the messages. If it is empty, the file is from a run's folder, which another person may
-            have prepared: only a regular file of limited size is read.
-
-    Raises:
-        UsageError: The file cannot be read, or has a wrong setting.
-        ImportError: PyYAML is needed and not installed.
+    Messages begin with `option`. If it is empty, the file is from a run's folder, which another person may have
+    prepared: only a regular file of limited size is read.
     """
     kind = "YAML" if path.suffix.lower() in (".yaml", ".yml") else "TOML"
     try:
@@ -363,9 +351,7 @@ _ELSEWHERE = {
 def meant_setting(name: str, form: Callable[[str], str] = str) -> str:
     """Return the start of a hint if a setting has another name here, or is an argument in a setting, else "".
 
-    Args:
-        name: The wrong name.
-        form: How a setting, or an argument such as "optimizer.lr", is written.
+    `form` writes a setting, or an argument such as "optimizer.lr".
     """
     methods = {method: {method: factory} for method, factory in FACTORIES.items()}
     owners = {"optimizer": OPTIMIZERS, "model": MODELS, **methods, "schedule": SCHEDULES}

@@ -91,12 +91,7 @@ def kind_of(data: Data) -> Kind:
 
 
 def load_data(settings: Settings) -> tuple[Data, dict[str, Any]]:
-    """Return the data that the settings name, and the settings that follow from the data.
-
-    Raises:
-        UsageError: There are no such data, or a setting for text is given with images.
-        ImportError: A package that the data need is missing.
-    """
+    """Return the data that the settings name, and the settings that follow from the data."""
     # The settings get an absolute path, because the run's folder may later be used from another working directory.
     with reported_as("--data"):
         if is_own(settings.data):
@@ -200,12 +195,7 @@ class Setup(NamedTuple):
 
 
 def completed(found: Mapping[str, Any], *, allowed: Collection[str] | None = ()) -> tuple[Settings, Data]:
-    """Return all settings, completed by defaults that suit the data, and the data.
-
-    Args:
-        found: The settings that were chosen.
-        allowed: Names of the user's own code that may be imported; `None` for all.
-    """
+    """Return all settings, with defaults that suit the data, and the data; `allowed` as for `check_imports`."""
     check_imports(found, allowed)
     check(found)
     named = {name: value for name, value in with_defaults(found, {}).items() if name != "within"}
@@ -215,14 +205,7 @@ def completed(found: Mapping[str, Any], *, allowed: Collection[str] | None = ())
 
 
 def prepare(settings: Settings, data: Data, processes: Processes | None = None, sharding: str | None = None) -> Setup:
-    """Return the run that complete settings define.
-
-    Args:
-        settings: All settings.
-        data: The data.
-        processes: The processes that share its batches; by default this one.
-        sharding: When parameters are gathered that the processes have divided: "step", "layer"; `None` to divide none.
-    """
+    """Return the run that complete settings define, in one of several processes; for `sharding` see `train`."""
     kind, processes = kind_of(data), processes or Processes()
     inputs, targets, *aside = _divided(settings, data)
     with reported_as("--batch-size"):

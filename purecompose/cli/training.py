@@ -344,17 +344,7 @@ def checksum(params: Mapping[str, Tensor]) -> str:
 
 
 def trackers_of(texts: Iterable[str], out: Path | None, settings: Mapping[str, Any]) -> list[Recorder]:
-    """Return the trackers that calls name.
-
-    Args:
-        texts: Calls, such as "tensorboard", or several separated by commas.
-        out: The folder of the run, for trackers that write files.
-        settings: The settings of the run, which a service shows with it.
-
-    Raises:
-        UsageError: A call is wrong.
-        ImportError: The library of a service is not installed.
-    """
+    """Return the trackers that calls name, with the folder and settings of the run."""
     made = {name: partial(factory, out, settings) for name, factory in _TRACKERS.items()}
     with reported_as("--tracker", TypeError, ValueError):
         calls = [call for text in texts for call in specs.parse(text)]

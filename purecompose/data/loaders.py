@@ -85,7 +85,7 @@ def draws_globally(data: object) -> bool:
 
 
 def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
-    """Return batches for evaluation, not training: a `DataLoader` without a generator yields the same in each call.
+    """Return batches for evaluation: a `DataLoader` without a generator yields the same in each call.
 
     Of the keys (n, 2) of a population, the first one is used.
     """
@@ -117,11 +117,7 @@ def own_order(data: Any, *, has_position: bool) -> str | None:
 
 
 def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
-    """Return the batches from `start` on of a loader without a generator, in an order determined by key and epoch.
-
-    Warns:
-        SkippingWarning: `start` is above 0, and the loader is over a stream, or its class overrides `__iter__`.
-    """
+    """Return the batches from `start` on of a loader without a generator, in an order determined by key and epoch."""
     key = key.cpu()
     seed = epoch_seed(key, epoch)
     first, second = key.tolist()
@@ -345,13 +341,7 @@ def stream(fn: Callable[[Any], Any]) -> StateStream:
 
 
 def check_batches(data: Any, where: str) -> None:
-    """Raise if data do not yield batches: a data set of single examples, a pair of tensors, or not iterable.
-
-    Streams (`IterableDataset`) may yield whole batches, and are accepted.
-
-    Raises:
-        TypeError: The data do not yield batches. The message begins with `where`, and names the remedy.
-    """
+    """Raise a `TypeError` if data do not yield batches, with the remedy; streams may, and are accepted."""
     if callable(getattr(data, "epoch", None)):
         return
     is_hugging = type(data).__module__.startswith("datasets.") and hasattr(data, "column_names")
@@ -397,7 +387,7 @@ _NUM_READ = 64
 
 
 def describe_data(data: Any) -> dict[str, str]:
-    """Return the facts about data that are known without reading a batch, for data in memory with a checksum.
+    """Return facts about data that are known without reading a batch, with a checksum of data in memory.
 
     Iterators, which differ each time, have none.
     """

@@ -51,10 +51,9 @@ def has_shuffle_buffer(data: Any) -> bool:
 
 
 def position_at(batches: "PositionedBatches", start: Timestamp, now: Timestamp) -> dict[str, Any] | None:
-    """Return the position of the data at the time of a state to be saved; `None` if they do not stand there.
+    """Return the position of the data, whose first batch was requested at `start`, at the time of a state.
 
-    `start` is the time at which the first of the batches was requested. Errors are those of
-    `PositionedBatches.position`.
+    `None` if they do not stand there. Errors are those of `PositionedBatches.position`.
     """
     if now.batch - start.batch != batches.num_returned:
         return None  # the last batch that was read is not part of the state
@@ -64,15 +63,9 @@ def position_at(batches: "PositionedBatches", start: Timestamp, now: Timestamp) 
 
 
 class PositionedBatches:
-    """The batches of an epoch of data that know their position.
+    """The batches of an epoch of data, whose position `holder` knows, from the batch `start` on.
 
-    Args:
-        data: The data.
-        holder: What knows the position.
-        key: The run's key, int64 of shape (2,).
-        epoch: Number of finished epochs.
-        start: Number of the first batch to return.
-        saved: The position there, as `position` returned it; if it is `None`, earlier batches are read and dropped.
+    Without `saved`, the position there, as `position` returned it, earlier batches are read and dropped.
     """
 
     def __init__(self, data: Any, holder: Any, key: Tensor, epoch: int, start: int, saved: Any) -> None:
@@ -107,13 +100,8 @@ class PositionedBatches:
     def position(self, is_over: bool | None) -> dict[str, Any] | None:
         """Return the position after the last batch, and whether the epoch ends there; `None` if it is not known.
 
-        Args:
-            is_over: Whether the epoch ends there. If it is `None`, the next batch is read, and kept, to find out: after
-                the last batch data may stand at their start again.
-
-        Raises:
-            TypeError: `state_dict` returns `None`.
-            Exception: The error that reading the next batch has raised; requesting this batch raises it again.
+        If `is_over` is `None`, the next batch is read, and kept, to find out whether the epoch ends: after the last one
+        data may stand at their start again. An error of that is raised, and again when the batch is requested.
         """
         if self.num_returned == 0 and (self._start or self._saved is not None):
             return self._saved

@@ -107,8 +107,7 @@ def _close(idle: "list[DataLoader[Any]]", process: int) -> None:
 def _shut_down(batches: Any) -> None:
     """End the workers of a `DataLoader`'s iterator immediately.
 
-    If the garbage collector did so, an iterator in a reference cycle (as created by an error's traceback) would lose
-    its queues first, and the process would wait five seconds for each worker in vain.
+    The garbage collector could release its queues first, and then wait five seconds for each worker.
     """
     shut_down = getattr(batches, "_shutdown_workers", None)  # an iterator in this process has no workers
     if shut_down is not None:
@@ -126,10 +125,9 @@ class _Requests:
 
 
 class _WorkerInit:
-    """Initialization of a worker.
+    """Initialization of a worker, in which `get_worker_info` gets the data set itself, not the source around it.
 
-    `get_worker_info` gets the data set itself instead of the source around it. And the worker ignores Ctrl-C, which a
-    terminal sends to all processes: the run's main process decides when its readers end.
+    It ignores Ctrl-C, which a terminal sends to all processes: the main process decides when its readers end.
     """
 
     def __init__(self, init_fn: Callable[[int], None] | None) -> None:

@@ -33,10 +33,9 @@ def epoch_seed(key: Tensor, epoch: int) -> int:
 
 
 def seed_words(key: tuple[int, int], draw: int, number: int, epoch: int) -> tuple[int, ...]:
-    """Return eight 32-bit words for a numbered item of an epoch, to seed generators that do not use keys.
+    """Return eight 32-bit words for a numbered item of an epoch and a purpose (a salt), to seed other generators.
 
-    `draw` is a salt that identifies their purpose. They are computed by a hash on the host, which takes 2
-    microseconds; a draw on tensors takes a hundred.
+    A hash on the host takes 2 microseconds; a draw on tensors takes a hundred.
     """
     return _WORDS.unpack(blake2s(_PLACE.pack(*key, draw, number, epoch), digest_size=_WORDS.size).digest())
 
@@ -101,12 +100,7 @@ def kept_globals() -> Iterator[None]:
 
 
 class Stream:
-    """A stream of draws that continues from one block to the next, separate from other draws.
-
-    Args:
-        words: Seed of the generators, as for `seed_globals`.
-        torch_seed: Seed of torch's generator, 64 bits; it replaces the first word.
-    """
+    """A stream of draws that continues from one block to the next; `torch_seed`, 64 bits, replaces the first word."""
 
     def __init__(self, words: Sequence[int], torch_seed: int) -> None:
         with kept_globals():

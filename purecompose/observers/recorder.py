@@ -457,18 +457,9 @@ class Pile(Generic[T]):
 
 
 def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] | None:
-    """Return the record of a BATCH_END or EVAL_END, with tensors for numbers; None at other events.
+    """Return the record of a BATCH_END or EVAL_END, with tensors for numbers; `None` at other events.
 
-    Args:
-        event: The event.
-        state: The state.
-        left_out: Names of the metrics that are known not to be single numbers; new ones are added, with a warning.
-
-    Returns:
-        `batch` and `epoch`, the numbers of completed batches and epochs; the loss of a batch; and the metrics.
-
-    Warns:
-        UserWarning: A metric is not a single number, and not in `left_out`.
+    Metrics that are not single numbers are warned of, and added to `left_out`.
     """
     if event is Event.BATCH_END:
         values = state.metrics if state.loss is None else {"loss": state.loss, **state.metrics}

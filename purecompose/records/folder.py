@@ -198,12 +198,8 @@ class RunFolder:
         """Record what is going to be trained: the plan, and everything that the bits of the run depend on.
 
         Args:
-            step: The training step.
-            state: The state that is passed to `fit`.
+            step, state: As they are given to `fit`.
             batch: A batch, needed if a `match` reads shapes.
-
-        Raises:
-            OSError: A file cannot be written.
         """
         machine = {"platform": platform.platform(), "processor": processor()}
         now = {**environment(state, step), **machine, **({"commit": commit} if (commit := _commit()) else {})}
@@ -494,10 +490,9 @@ def _plan(step: Step, state: State, batch: Any) -> str:
 class _Lock:
     """A lock of this process on a run's folder, released at the latest with this object.
 
-    It is a lock of the system on a file that names the process. The system releases it when the process ends, however
-    it ends, and a file system that several machines share keeps them apart, too. (A record lock of POSIX would be lost
-    as soon as the process closes any other handle of the file, as a copy of the folder does.) The file stays: in a
-    folder that was removed and made again, the lock of that name may be another's.
+    It is the system's, on a file that names the process: released when the process ends, and valid on file systems that
+    machines share. (A POSIX record lock would be lost when the process closes any other handle of the file.) The file
+    stays: in a folder that was removed and made again, the lock of that name may be another's.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -32,10 +32,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON, in one move.
-
-    Numbers that are not finite become the strings "nan", "inf" and "-inf"; tensors become lists.
-    """
+    """Write JSON in one move, of the values of `to_json`."""
     write_text(path, json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -82,16 +79,7 @@ def checked_settings(config: Any, where: str, *, is_nested: bool = False) -> dic
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:
-    """Return checked settings as TOML: the flat ones first, then a table for each nested one.
-
-    Example:
-        >>> print(to_toml({"lr": 0.1, "model": {"name": "cnn", "widths": [8, 16]}}), end="")
-        lr = 0.1
-        <BLANKLINE>
-        [model]
-        name = "cnn"
-        widths = [8, 16]
-    """
+    """Return checked settings as TOML: the flat ones first, then a table for each nested one."""
     lines = [_line(name, value) for name, value in settings.items() if not isinstance(value, Mapping)]
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -84,11 +84,7 @@ def status_of(run: RunRecords) -> tuple[str, str]:
 
 
 def differing(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the settings of each run that differ; of calls, the arguments that differ, such as "optimizer.lr".
-
-    Args:
-        rows: For each run `settings` and `algorithms`, as in rows of `list_runs`.
-    """
+    """Return the settings that differ of each run, a row of `list_runs`; of calls, arguments such as "optimizer.lr"."""
     known = [dict(_parts(row)) for row in rows]
     names = []
     for name in dict.fromkeys(name for one in known for name in one):

@@ -27,14 +27,7 @@ _SETTLES = 10
 
 
 class Series:
-    """A column of a run's records.
-
-    Args:
-        run: Index of the run, from 0.
-        column: Name of the column.
-        x: Place of each point along the horizontal axis.
-        y: The numbers; those of a population are lists, with one for each member.
-    """
+    """A column of a run's records: the places along the horizontal axis, and the numbers, also of members."""
 
     def __init__(self, run: int, column: str, x: Sequence[float], y: Sequence[Any]) -> None:
         self.run, self.column, self.x = run, column, x

@@ -38,12 +38,9 @@ from purecompose.transforms.rank_checks import digest, naming_late_ranks
 
 
 class Totals:
-    """The accumulators of one evaluation, over data of which several processes may compute a part each.
+    """The accumulators of one evaluation. Several processes compute a part each if all metrics are sums over examples.
 
-    They do so if all the metrics are sums over examples. The first call of a metric that is not in `seen` is watched.
-
-    Attributes:
-        takes_loss: True if a metric measures the state's loss.
+    The first call of a metric that is not in `seen` is watched.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], state: State, ranks: Ranks | None, seen: set[str]) -> None:
@@ -59,11 +56,7 @@ class Totals:
         return NOTHING if self._ranks is None else naming_late_ranks(self._ranks, self._state.timestamp.batch)
 
     def share(self, batch: Any) -> Share:
-        """Return the part of a batch that this process computes.
-
-        Raises:
-            ValueError: The first batch differs between processes.
-        """
+        """Return the part of a batch that this process computes; raise if the first batch differs between processes."""
         if self._ranks is None:
             return Share(batch, 0, 1)
         if not self._num_shares:
@@ -90,11 +83,7 @@ class Totals:
             self._totals[name] = added if known is None else tree.map(torch.add, known, added)
 
     def values(self) -> dict[str, Any]:
-        """Return the values of the metrics, as "name", or "name/part" for one with several.
-
-        Raises:
-            ValueError: Processes that divide the data have had different numbers of batches.
-        """
+        """Return the values of the metrics, as "name", or "name/part" for one with several."""
         totals = self._totals
         if self._ranks is not None:
             self._check_same([torch.tensor(self._num_shares, device=self._state.device)])

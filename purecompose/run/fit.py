@@ -55,11 +55,7 @@ def _states(
     microbatches: str | None = None,
     result: Literal["last", "best"] = "last",
 ) -> Iterator[State]:
-    """Yield the states of a run; see `fit` and `training`, which take the same settings.
-
-    Args:
-        defers_signals: True if no code of the caller runs between two batches; see `Run.states`.
-    """
+    """Yield the states of a run with the settings of `fit`; for `defers_signals` see `Run.states`."""
     check_arguments(step, state, data, microbatches, resume)
     settings = checked_settings(step, state, evaluate, observers, stop, adjust)
     checkpoints = checked_checkpoints(checkpoints, step, state, data, settings)
@@ -209,9 +205,9 @@ def _at_the_end(now: Timestamp) -> str:
 def _resumed(
     keeper: Keeper | None, like: State, step: Step, data: Any, resume: Path | str | None, ignore: Collection[str]
 ) -> tuple[Resumed | None, Any]:
-    """Return the checkpoint from which a run continues, with the position of its data, as far as they are known.
+    """Return the checkpoint from which a run continues, and the position of its data, after a check of both.
 
-    Puts `Checkpoints.extra` back in its place. Raises and warns if the checkpoint does not fit the run or its data.
+    Restores `Checkpoints.extra`.
     """
     if resume is None:
         return None, None
@@ -278,10 +274,7 @@ def _check_ends_together(budget: float, microbatches: str | None) -> None:
 def start_of_run(
     step: Step, state: State, data: Any, watchers: Iterable[Adjuster] = (), duration: Time | str | None = None
 ) -> tuple[State, float]:
-    """Return the state from which a run starts, with its length and all memory, and the budget in seconds.
-
-    Args: see `fit`.
-    """
+    """Return the state from which `fit` starts, with its length and all memory, and the budget in seconds."""
     state, budget = _with_duration(state, duration)
     state = with_updates(_with_epoch_length(state, data), step.algorithms)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):

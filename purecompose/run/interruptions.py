@@ -73,12 +73,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """A reusable context manager that records SIGINT and SIGTERM; a second signal takes effect immediately.
+    """A reusable context manager that records SIGINT and SIGTERM, in the main thread; a second signal acts at once.
 
-    Only Python's main thread may set handlers; in other threads it does nothing.
-
-    Args:
-        ranks: The processes that all end by the signal that one of them receives, if there are several.
+    With `ranks`, all processes end by the signal that one of them receives.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -137,14 +134,9 @@ class Interrupts:
 
 
 class Adaptive:
-    """A step that is repeated with more microbatches when it runs out of memory.
+    """A step that is repeated with more microbatches when it runs out of memory, which computes the same.
 
-    A step is a pure function, so the repetition computes what the first attempt would have computed. The number is
-    kept for all later batches.
-
-    Attributes:
-        step: The step with the current number of microbatches.
-        found: That number, if it differs from the number of the original step; otherwise `None`.
+    `found` is the number, kept for later batches, if it is not that of the original step.
     """
 
     def __init__(self, step: Step, found: int | None = None) -> None:

@@ -192,12 +192,7 @@ def _is_better(rule: Any, value: Tensor, best: Tensor) -> Tensor:
 
 
 def mode_of(metric: str, mode: str | None, reporters: Iterable[Any] = ()) -> str:
-    """Return `mode`, or if it is `None` what the metric says that one of the evaluators and algorithms reports, or what
-    its name says: "min" or "max".
-
-    Raises:
-        ValueError: Nothing says which values are better.
-    """
+    """Return `mode`, or what the metric, as one of the reporters declares it, or its name says: "min" or "max"."""
     if mode is not None:
         return mode
     given = [one.reported[metric] for one in reporters if metric in one.reported]
@@ -221,15 +216,9 @@ def rating_of(metrics: Mapping[str, Any], metric: str, mode: str | None) -> floa
 
 @dataclass
 class BestState:
-    """The state of a run with the best value of a metric so far; of equal values the first one is the best.
+    """The first state of a run with the best value of a metric; no compiled step writes over it.
 
-    It is kept in memory, and no compiled step writes over it.
-
-    Attributes:
-        metric: Name of the metric.
-        mode: "min" if lower values are better, or "max".
-        rating: Its rating, see `rating_of`; `None` before the first value.
-        state: The state.
+    `rating` is that of `rating_of`, `None` before the first value.
     """
 
     metric: str

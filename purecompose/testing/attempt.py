@@ -119,27 +119,12 @@ def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, 
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of the message.
-
-    Example:
-        >>> first_line(ValueError("expected images\\nof four dimensions"))
-        'ValueError: expected images'
-    """
+    """Return the type and the first line of the message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether an error is an intended refusal.
-
-    That is a TypeError, ValueError, NotImplementedError, assertion or warning, raised explicitly and not by torch.
-
-    Example:
-        >>> try:
-        ...     int("a")
-        ... except ValueError as error:
-        ...     is_refusal(error)
-        False
-    """
+    """Return whether an error is an intended refusal, raised explicitly and not by torch."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not isinstance(error, (TypeError, ValueError, NotImplementedError, AssertionError, Warning)):
         return False
@@ -168,11 +153,7 @@ NEUTRAL = "neutral_setting"
 class Attempt:
     """A function that tries a law in a case.
 
-    Args:
-        law: The law.
-        subject: The algorithm.
-        owner_of: Function that returns the law that an error indicates, if any. A case that breaks such a law before
-            this one can be judged is reported if no case breaks this one.
+    A case that breaks another law first, by `owner_of` an error, is reported if no case breaks this one.
     """
 
     def __init__(self, law: Law, subject: Subject, owner_of: Callable[[Exception], Law | None]) -> None:

@@ -335,20 +335,14 @@ def find_moments(
     """Return a run that is long enough for the predicate, and the starts of steps that act.
 
     Lengths are doubled until the algorithm acts at each event at which it may act, and at the first time early enough;
-    a run has at most 1024 batches. A plain function is assumed to return True.
+    a run has at most 1024 batches. A plain function is assumed to return True. INIT does not count, nor do events
+    outside the loop if it acts within.
 
     Args:
-        predicate: The predicate of an algorithm. INIT does not count, nor do events outside the loop if it acts within.
+        predicate: The predicate of an algorithm.
         batches_per_epoch, epochs: Minimal lengths of the epoch and of the run.
         samples, tokens: Their numbers in a batch.
-        room: Number of batches that the run should have after a start at which it acts. An algorithm that acts only in
-            the last batches of any run has no such start.
-
-    Example:
-        >>> from purecompose import after, on
-        >>> found = find_moments(on("batch_start") & after("10ep"), batches_per_epoch=3, epochs=4)
-        >>> found.epochs, found.near[-4:], found.acting
-        (16, (29, 30, 31, 47), (30, 31, 47))
+        room: Number of batches that the run should have after a start at which it acts, if that is possible.
     """
     find = _find if _has_hash(predicate) else _find.__wrapped__
     return find(predicate, batches_per_epoch, max(epochs, -(-room // batches_per_epoch)), samples, tokens, room)

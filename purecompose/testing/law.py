@@ -29,15 +29,7 @@ _NARROWEST = 20
 
 
 def labelled(title: str, rows: Sequence[Row] = (), width: int | None = None) -> str:
-    """Return the title with the rows indented below it, labels aligned; with a width longer lines are wrapped.
-
-    Example:
-        >>> print(labelled("it broke", [("leaf", "['w']"), ("to do", "look at it once more, please")], width=30))
-        it broke
-          leaf   ['w']
-          to do  look at it once more,
-                 please
-    """
+    """Return the title with the rows indented below it, labels aligned; with a width longer lines are wrapped."""
     size = max((len(label) for label, _ in rows), default=0)
     lines = [("", title), *((f"  {label.ljust(size)}  ", text) for label, text in rows)]
     if width is None:

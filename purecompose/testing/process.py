@@ -93,9 +93,7 @@ def ignoring_missing_terms() -> Iterator[None]:
 def elsewhere(seed: int, *, pace: int = 0) -> Iterator[None]:
     """Imitate another process at another time: with other global seeds, clocks, process number and rank.
 
-    Args:
-        seed: The seed; 0 for the present time.
-        pace: Number of seconds by which each reading moves all clocks on.
+    A seed of 0 is the present time; each reading moves all clocks on by `pace` seconds.
     """
     readings = itertools.count(100_003 * seed, pace)
     other = {id(clock): _shifted(clock, readings.__next__) for clock in _CLOCKS}
@@ -213,12 +211,9 @@ class RemoteError(Exception):
 
 
 def in_new_processes(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Call a function once for each tuple of arguments, each in a new process, at the same time.
+    """Return the results of a function for each tuple of arguments, each in a new process, at the same time.
 
     The processes have torch's settings of this one; what they print is discarded.
-
-    Returns:
-        The results, in order.
 
     Raises:
         Unportable: The arguments cannot be pickled, refer to the main module, or cannot be read there.
@@ -239,15 +234,9 @@ def in_new_processes(function: Callable[..., Any], calls: Sequence[tuple[Any, ..
 
 
 def in_process_group(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """Call a function of a mesh and further arguments in several processes of one gloo group.
+    """Return the results of a function of a mesh, in each of several processes of one gloo group on the CPU.
 
-    Args:
-        function: A function of a module, of a `torch.distributed.DeviceMesh` of one dimension, on the CPU.
-        size: Number of processes.
-        arguments: Further arguments, the same in each process.
-
-    Returns:
-        The results, process by process. The errors are those of `in_new_processes`.
+    The function is one of a module; the errors are those of `in_new_processes`.
     """
     with tempfile.TemporaryDirectory() as folder:
         calls = [(f"file://{folder}/store", rank, size, function, arguments) for rank in range(size)]
@@ -357,19 +346,9 @@ def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
     A process that needs a number from the others is abandoned, and starts again when all have reached that point. This
     works because its function is pure, and does the same each time.
 
-    Args:
-        step: A step from `compose`.
-        size: Number of processes.
-
     Returns:
         A function that takes a function of each process's step, and returns the results, process by process. It raises
         a `RuntimeError` if they send messages of different forms, or different numbers of them.
-
-    Example:
-        >>> from purecompose import compose, loop_events
-        >>> play = played(compose(loop_events), 2)
-        >>> play(lambda step: step.ranks.reduced([torch.tensor(1.0 + step.ranks.rank)], "sum"))
-        [[tensor(3.)], [tensor(3.)]]
     """
     parts = [_Part("", rank, size) for rank in range(size)]
 

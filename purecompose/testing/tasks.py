@@ -136,11 +136,6 @@ class Transformer(nn.Module):
     """Two causal attention layers over token ids `(batch, length)` int64; logits `(batch, vocabulary, length)`.
 
     The first is torch's, the second `layers.SelfAttention` with a feed-forward part, which surgery can replace.
-
-    Args:
-        seed: Not used; weights come from torch's generator.
-        dropout: Dropout probability in attention and in the residual branches.
-        tied: True if the output layer shares the embedding's weights.
     """
 
     def __init__(self, seed: int = 0, *, dropout: float = 0.0, tied: bool = False) -> None:

@@ -285,10 +285,7 @@ def restored(
 
 
 def restore_extra(extra: Any, path: Path, outside: Mapping[str, Any]) -> None:
-    """Put what a run keeps outside the state back in its place, from what `outside_of` returned for a checkpoint.
-
-    It warns if only the run or only the checkpoint has it.
-    """
+    """Restore what a run keeps outside the state; warn if only the run or only the checkpoint has it."""
     if (extra is not None) != (EXTRA in outside):
         text = (
             "Checkpoints(extra=...) is not in it, and continues as it is"
@@ -301,11 +298,7 @@ def restore_extra(extra: Any, path: Path, outside: Mapping[str, Any]) -> None:
 
 
 def outside_of(path: Path, index: Index) -> dict[str, Any]:
-    """Return what a run keeps outside the state, by its name: `EXTRA` and `POSITION`, as far as the checkpoint has it.
-
-    Raises:
-        DamagedError: The tensors are incomplete.
-    """
+    """Return what a run keeps outside the state, by its name, `EXTRA` and `POSITION`, as far as it is there."""
     tensors = SavedTensors(path, index)
     own = {key: Spec.of_text(text) for key, text in index.tensors.items() if is_extra(key)}
     try:
@@ -399,17 +392,7 @@ def resumed_from_newest(folder: Path | str, like: State, step: Step, ignore: Col
 
 
 def best_before(resumed: Resumed, like: State, step: Step, settings: Checkpoints) -> tuple[float, State] | None:
-    """Return the best state of the run up to a checkpoint, from those next to it, with its rating.
-
-    Args:
-        resumed: The checkpoint from which the run continues.
-        like: See `resumed_from`.
-        step: The step.
-        settings: The metric that decides, and its mode.
-
-    Raises:
-        DamagedError: The best checkpoint is incomplete.
-    """
+    """Return the best state up to a checkpoint, from those next to it, with its rating by the metric of `settings`."""
     found = [one for one in disk.all_in(resumed.path.parent)[0] if one.index.batch <= resumed.index.batch]
     rated = best_in(found, settings)
     if not rated:

@@ -66,14 +66,7 @@ def describe(state: State, step: Step | None = None) -> dict[str, Any]:
 
 
 def architecture(model: Model) -> list[str]:
-    """Return the modules of a network, one line each: qualified name, type and settings.
-
-    Example:
-        >>> from torch import nn
-        >>> from purecompose.nn.model import from_module
-        >>> architecture(from_module(nn.Sequential(nn.ReLU(), nn.Dropout(0.1))).model)
-        ['(root): Sequential()', '0: ReLU()', '1: Dropout(p=0.1, inplace=False)']
-    """
+    """Return the modules of a network, one line each, such as '1: Dropout(p=0.1, inplace=False)'."""
     modules = model.module.named_modules(remove_duplicate=False)
     return [f"{name or _ROOT}: {_ADDRESS.sub('', _in_words(module))}" for name, module in modules]
 

@@ -177,12 +177,7 @@ def _restored(value: Any) -> Any:
 
 
 def file_name(number: int = 0, total: int = 1) -> str:
-    """Return the name of a file of tensors.
-
-    Example:
-        >>> file_name(), file_name(1, 4)
-        ('state.safetensors', 'state-00002-of-00004.safetensors')
-    """
+    """Return the name of a file of tensors, such as 'state-00002-of-00004.safetensors'."""
     return "state.safetensors" if total == 1 else f"state-{number + 1:05d}-of-{total:05d}.safetensors"
 
 
@@ -219,17 +214,10 @@ class _Part(NamedTuple):
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, read when they are asked for.
-
-    Files that contain nothing of what is asked for are not read. The others are compared with the index first.
-    """
+    """The tensors of a checkpoint by name; a file is compared with the index and read when it is needed."""
 
     def __init__(self, path: Path, index: Index) -> None:
-        """Find the tensors in the files.
-
-        Raises:
-            DamagedError: The index does not say where the rows of a tensor are.
-        """
+        """Find the tensors in the files; raise a `DamagedError` if rows are missing."""
         self.path: Path = path
         self._index = index
         self._files: dict[str, Any] = {}
@@ -298,11 +286,7 @@ def _are_all_rows(parts: list[_Part], shape: tuple[int, ...]) -> bool:
 
 
 def check_files(path: Path, index: Index) -> None:
-    """Compare the files of a checkpoint's tensors with its index.
-
-    Raises:
-        DamagedError: One is missing or differs.
-    """
+    """Raise a `DamagedError` if a file of a checkpoint's tensors is missing, or differs from the index."""
     for name, report in index.files.items():
         _check_file(path, name, report)
 

@@ -84,9 +84,7 @@ def write_index(folder: Path, index: Index) -> None:
 def replaced(target: Path, new: Path | None = None) -> Iterator[Path]:
     """Yield a folder to write to, which replaces the target at the end of the scope; after an error it is removed.
 
-    Args:
-        target: The folder.
-        new: The folder to write to, as `hidden` names it, which may exist; by default a new one with a unique name.
+    It is `new`, as `hidden` names it, which may exist, or one with a unique name.
     """
     check_replaceable(target)
     new, old = new or hidden(target), hidden(target, kind=_OLD)
@@ -227,10 +225,9 @@ def name_at(now: Timestamp) -> str:
 
 
 def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
-    """Return a run's checkpoints in a folder, the newest first, and the errors of the others.
+    """Return a run's checkpoints in a folder, the newest first, and the errors of the others; files are not checked.
 
-    Only names in the form of `name_at` count, so that other files in the folder are never deleted. Tensors are not
-    checked.
+    Only names in the form of `name_at` count, so that other files in the folder are never deleted.
     """
     found: list[Found] = []
     damaged: dict[Path, CheckpointError] = {}
@@ -271,10 +268,7 @@ def put_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; rename it first, so that no reader finds an incomplete one.
-
-    A folder with other files is not deleted, because they would be lost.
-    """
+    """Delete a checkpoint, renamed first, so that no reader finds an incomplete one; not a folder with other files."""
     if _is_ours_alone(path):
         _discard(path, path)
 
@@ -375,9 +369,7 @@ class Writers:
 def writers_of(state: State, step: Step | None = None) -> Writers | None:
     """Return the processes that share a state, all of which must call this; `None` if there is only this one.
 
-    Args:
-        state: The state. If each process holds some rows of it, each writes these.
-        step: A step whose processes share the state. If each holds all of it, the first one writes.
+    Each writes the rows that it holds; if `step` shares a state of which each holds all, the first one writes.
     """
     places = [place for leaf in tree.leaves(state) if (place := place_of(leaf)) is not None]
     if not places:
@@ -439,18 +431,13 @@ def complete(
     *,
     is_alone: bool = False,
 ) -> None:
-    """Complete a checkpoint, for all processes or for none; all of them call this.
+    """Complete a checkpoint, in a file system that all processes share, for all of them or for none; all call this.
 
     Args:
-        target: The checkpoint's folder, in a file system that all processes share.
-        make_index: See `write`.
+        target, make_index: See `write`.
         part: Function that returns when `write_part` has.
         writers: The processes.
-        is_alone: True to send no messages, because other processes may have ended: then only the first one learns
-            whether the checkpoint is complete.
-
-    Raises:
-        OSError: A process has failed, or its file has not appeared.
+        is_alone: True to send no messages, because others may have ended: only the first one then knows the result.
     """
     patience = _AFTER_END if is_alone else _TO_APPEAR
 

@@ -23,13 +23,7 @@ from purecompose.time.timestamp import has_passed
 
 
 class Keeper:
-    """The writer of a run's checkpoints, one for each call of `fit`.
-
-    Attributes:
-        settings: Settings of the checkpoints.
-        folder: Absolute path of the folder, valid after a change of the working directory.
-        written: The newest checkpoint that this run has written, with its time.
-    """
+    """The writer of a run's checkpoints, one for each call of `fit`; `written` is its newest one, with its time."""
 
     def __init__(self, settings: Checkpoints) -> None:
         self.settings = settings
@@ -140,10 +134,7 @@ class Keeper:
         self._tell()
 
     def keep_last(self, state: State, *others: Any) -> None:
-        """Write the last checkpoint of a run, and wait until it is written.
-
-        Args: see `keep`.
-        """
+        """Write the last checkpoint of a run as `keep` does, and wait until it is written."""
         self.keep(state, *others)
         self._complete()
         self.settle()

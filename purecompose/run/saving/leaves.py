@@ -49,11 +49,7 @@ def is_extra(name: str) -> bool:
 
 
 def pack(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """Return values for JSON, and copies of the tensors and arrays by their names in the checkpoint.
-
-    Raises:
-        TypeError: There is something that no checkpoint can hold.
-    """
+    """Return values for JSON, and copies of the tensors and arrays by their names in the checkpoint."""
     tensors: dict[str, Tensor] = {}
 
     def stored(tensor: Tensor) -> str:
@@ -194,12 +190,7 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of_text(text: str) -> "Spec":
-        """Return the spec from its text, the inverse of `str`.
-
-        Example:
-            >>> Spec.of_text("float32[2, 3] by [1, 2]")
-            Spec(dtype='float32', shape=(2, 3), stride=(1, 2))
-        """
+        """Return the spec from its text, the inverse of `str`, such as "float32[2, 3] by [1, 2]"."""
         found = _SPEC.fullmatch(text) if isinstance(text, str) else None
         if found is None or not isinstance(getattr(torch, found["dtype"], None), torch.dtype):
             raise DamagedError(f"its index describes a tensor as {text!r}")
@@ -321,11 +312,7 @@ def _restored(tensors: Mapping[str, Tensor], name: str, spec: Spec, like: Tensor
 def restored_tensor(saved: Tensor, spec: Spec, device: torch.device | str = "cpu") -> Tensor:
     """Return a copy of a tensor from the form of the file, the inverse of `stored`.
 
-    It is a copy, because tensors in a file begin at multiples of 8 bytes and torch's own at multiples of 64, and the
-    last bits of a matrix product can depend on where its factors begin.
-
-    Raises:
-        DamagedError: It has not the form that the index says.
+    Tensors in a file begin at multiples of 8 bytes, torch's own at 64, on which last bits of a product can depend.
     """
     dtype = getattr(torch, spec.dtype)
     form = (dtype.to_real(), (*spec.shape, 2)) if dtype.is_complex else (dtype, spec.shape)

@@ -52,14 +52,7 @@ def check_derivative(
     by: str,
     value: Tensor | None = None,
 ) -> bool:
-    """Compare a gradient of a function at a point with finite differences along a random direction.
-
-    Args:
-        loss: The function, which returns a 0-d float64 tensor.
-        point, grads: The point, and the gradient there.
-        seed: Seed of the direction.
-        what, by: Descriptions of the derivative, and of how the gradient was computed.
-        value: The function's value at the point, if it is known.
+    """Compare a gradient at a point with finite differences of a 0-d float64 function along a random direction.
 
     Returns:
         True if the gradient is correct, False if finite differences cannot decide it.
