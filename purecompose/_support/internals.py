@@ -1,9 +1,8 @@
 """What torch has no public functions for: queries of transforms of `torch.func` and of tracing, its autograd engine
 without the checks of the public functions, and functions that Dynamo, the tracer of `torch.compile`, does not trace.
 
-Everything here is private in torch. Without it the queries would answer as outside of transforms, so that steps run
-eagerly, and `vmap`, `grad` and tracing of steps would have to be refused; gradients would be computed by the public
-functions, and Dynamo would trace steps.
+Everything here is private in torch. Without it `vmap`, `grad` and tracing of steps would have to be refused, gradients
+computed by the public functions, and Dynamo would trace steps.
 """
 
 import importlib

@@ -1,10 +1,9 @@
 """The Python values that a function or object may read when it is called, and fingerprints of objects.
 
 References are followed through the arguments of partial functions, the closures, defaults and globals of functions, the
-members of modules and containers, and all attributes of objects that can be called. Of other objects, such as settings
-or the owner of a method, many attributes may have nothing to do with the call: those are followed whose names occur in
-code. So are the members of a mapping whose keys occur in code; if none do, all of them. Code is read only where it
-belongs to the Python module of the function, or of the object's class.
+members of modules and containers, and all attributes of objects that can be called. Of other objects, those attributes
+are followed whose names occur in code; so are the members of a mapping whose keys do, or all if none does. Code is read
+only where it belongs to the Python module of the function, or of the object's class.
 
 Fingerprints are hashable descriptions of modules, losses and configurations, equal for equal structure.
 """

@@ -1,8 +1,7 @@
 """`ablate`: the effect of each method in a list on a metric of the run.
 
-All runs of a seed have common random numbers: the same initial weights, batches and draws. A draw depends only on the
-key, the batch and the name of the method, so leaving out a method does not change the draws of the others, and the
-difference between two runs is due to the method.
+All runs of a seed have common random numbers: the same initial weights, batches and draws, since a draw depends only on
+the key, the batch and the name of the method.
 """
 
 import hashlib

@@ -7,11 +7,9 @@ Effects have simultaneous confidence intervals, by a studentized wild bootstrap 
     c = the confidence quantile, over random signs s, of max_j t[j]
     interval of row j = mean ± c * standard error
 
-A seed has the same sign in all rows, so c takes the correlation of the rows into account: with the given confidence,
-all intervals contain the means that they estimate (the max-t method). Random signs are robust to ties, such as
-accuracies that are equal for most seeds; resamples of few seeds would often have a standard error of 0 in such a row,
-which would make all intervals infinite. In 1,000 simulated ablations of six nulls with 8 seeds, all six intervals
-contain 0 in 95 % for normal differences, in 97 % for skewed ones and in 95 % for ties.
+A seed has the same sign in all rows, so c takes their correlation into account (the max-t method). Random signs are
+robust to ties, where resamples of few seeds would often have a standard error of 0. In 1,000 simulated ablations of six
+nulls with 8 seeds, all six intervals contain 0 in 95 % for normal differences, 97 % for skewed ones, 95 % for ties.
 
 References:
     Wu, Jackknife, bootstrap and other resampling methods in regression analysis, 1986.

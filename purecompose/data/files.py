@@ -1,15 +1,9 @@
 """Data sets read from local files: image sets, and text as tokens. Nothing is downloaded.
 
-`load` reads the digits in scikit-learn, `.npz` archives and folders of images. The result always has the same form:
-inputs normalised per channel with the mean and the standard deviation of the training images, targets as class indices.
-
-`load_text` reads a text as tokens, one per character, cut into windows for language models:
+Images are normalised per channel with the mean and the standard deviation of the training images. A text is cut into
+windows that do not overlap, with labels that are already shifted:
 
     input_ids[i, t] = tokens[i length + t],   labels[i, t] = tokens[i length + t + 1]
-
-Windows do not overlap: every token is an input once and a label once per epoch, but for the first token, which is not a
-label, the token after the last window, which is not an input, and the remaining tokens at the end, fewer than `length`.
-Labels are already shifted, so a network's output at a position belongs to that position's label.
 """
 
 import zipfile

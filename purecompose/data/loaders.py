@@ -2,10 +2,8 @@
 
 A `DataLoader` without its own generator draws by the run's key. Over a map-style data set its samplers draw from a
 stream determined by (key, epoch), and each batch is read with the global generators seeded from (key, epoch, number
-of the batch). So order and augmentation are the same with any number of workers, and a run can resume in the middle of
-an epoch at the cost of the sampler only. Other data are read from the start of the epoch, and batches that have been
-trained on are dropped, with a warning. Over a stream, an epoch begins with new workers, and with the global generators
-seeded from (key, epoch), because its batches must not depend on earlier epochs.
+of the batch), so that a run can resume within an epoch. Other data are read from the start of the epoch. Over a stream,
+an epoch begins with new workers, since its batches must not depend on earlier epochs.
 """
 
 import contextlib

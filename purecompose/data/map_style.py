@@ -3,9 +3,8 @@
     order(key, epoch)  = permutation of 0 .. n-1 drawn at (key, "data order", epoch), as for `arrays`
     sample i of epoch  = transform(dataset[i], draws at (key, epoch, i))
 
-So a sample has the same bits for any number of workers, batch size and place in the epoch (except for long sums, which
-round differently in several threads, and workers have only one), and a run can resume at any batch without reading the
-earlier ones.
+So a sample has the same bits for any number of workers, batch size and place in the epoch (except for long sums, as
+workers have one thread), and a run can resume at any batch.
 """
 
 import copy
@@ -362,10 +361,8 @@ def _check_transform(transform: Any, rng: Any) -> None:
 def shared(loader: Loader, mesh: Any = None) -> Loader:
     """Split the reading of each batch of a loader among processes.
 
-    Messages put the rows together, so that all processes have the whole batch, with the same bits as if each
-    had read all of it: the steps of `data_parallel` and `fully_sharded` take whole batches, which MixUp and other
-    methods need. All processes must call this, and iterate in the same way. Rows are sent by gloo, on the CPU, in a
-    process group of its own.
+    Messages put the rows together, so that all have the whole batch, as steps of several processes need it, with the
+    same bits. All processes must call this, and iterate in the same way. Rows are sent by gloo, on the CPU.
 
     Args:
         loader: A loader from `data.loader` without `collate`, which would see a part of the batch. Its samples consist

@@ -4,10 +4,8 @@ a GPU while it works on earlier ones.
 A *source* wraps a data set and returns a finished batch for a request, `source[request]`. Requests are small and
 contain all that the batch depends on, so it does not matter which process reads it, or what it has read before.
 
-A copy from pageable memory makes the host wait for the GPU. `prefetch` copies each batch into pinned memory and from
-there to the GPU on a separate stream, a few batches ahead of the requested one. It reads in the calling thread: a
-`DataLoader` already reads ahead in its workers, and a separate thread would draw from torch's global generator and run
-the loader's code concurrently with the step's.
+`prefetch` copies each batch into pinned memory and from there to the GPU on a separate stream, a few batches ahead. It
+reads in the calling thread, since a separate one would run the loader's code concurrently with the step's.
 """
 
 import os

@@ -75,13 +75,9 @@ def speed(window: int = 100) -> Monitor:
     """Return a monitor of the rates over the last batches and of the run's remaining time.
 
     It reports `speed/batches` and, if the run counts them, `speed/samples` and `speed/tokens`, per second of training
-    without evaluations. For a population, samples and tokens count once for each member, so that n networks trained
-    together are comparable to n runs. `time/left` is in seconds and includes evaluations, at the share of the time that
-    they took so far; it is left out in a run without a duration. There are no values before the second batch, because
-    the first one of a compiled step includes the compilation.
-
-    Times are measured on the host. A GPU may lag behind by the batches in its queue, so rates are accurate only over
-    windows that are much longer than the queue.
+    without evaluations, for each member of a population. `time/left` is in seconds and includes evaluations, at the
+    share of the time that they took so far, if the run has a duration. There are no values before the second batch,
+    because the first one may compile. Times are those of the host, from which a GPU lags by the batches in its queue.
 
     Args:
         window: Number of batches over which the rates are measured.

@@ -22,10 +22,8 @@ _ACTIONS = ("raise", "warn")
 class NaNs:
     """An observer that raises `FloatingPointError`, or warns once, when the loss is NaN or infinite.
 
-    Losses are read in groups, so that no batch waits for the device. The message is therefore late, at most by 100
-    checked batches or until the first batch after two seconds, whichever comes first; it names the first bad batch. At
-    evaluations, at EPOCH_CHECKPOINT and at FIT_END all waiting losses are checked, so no checkpoint of an epoch is
-    written after a bad loss if this observer comes before the one that writes.
+    Losses are read in groups, so that no batch waits for the device: after 100 checked batches or two seconds, and at
+    evaluations, EPOCH_CHECKPOINT and FIT_END. The message names the first bad batch.
 
     Args:
         every: Interval between checked batches: "1ba", "10ba", "1ep", ...

@@ -19,8 +19,8 @@ class Profile:
     and writes the `active` batches that follow to a file `batches_<first>_to_<last>.json`. The profiler is off before
     and afterwards. A run that ends in the active window writes the batches so far.
 
-    Work between two batches, such as evaluation and loading, belongs to the later batch. A full disk causes a warning;
-    training continues. As a context manager it stops the profiler after an exception, too.
+    Work between two batches belongs to the later one. A full disk causes a warning. As a context manager it stops the
+    profiler after an exception, too.
 
     Args:
         folder: Folder of the trace; it is created if necessary.

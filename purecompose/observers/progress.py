@@ -27,11 +27,10 @@ _READINGS_IN_RATE = 30
 class Progress:
     """An observer that shows the progress, the loss, the last evaluation's metrics, batches per second and the time.
 
-    In a terminal it draws a bar over the whole run, in the run's own unit. Elsewhere (a file, a pipe, a notebook) it
-    prints a plain line after each epoch and each evaluation, and every 30 seconds within long epochs, with the
-    remaining time at the recent rate. It shows every evaluator's latest metrics that are single numbers. The loss is a
-    running mean of about twenty batches, kept on the device and read a few times per second, so no batch waits for it.
-    A population's numbers are shown as a range over its members, `loss 0.210..0.350`.
+    In a terminal it draws a bar over the whole run. Elsewhere (a file, a pipe, a notebook) it prints a plain line after
+    each epoch and each evaluation, and every 30 seconds, with the remaining time at the recent rate. The loss is a
+    running mean of about twenty batches, read a few times per second. A population's numbers are shown as a range over
+    its members, `loss 0.210..0.350`.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 

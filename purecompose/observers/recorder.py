@@ -71,9 +71,8 @@ class History:
     its metrics under the evaluator's label, such as `eval/accuracy`. For a population, these are lists with a number
     for each member.
 
-    Metrics that are not single numbers are left out, with one warning each.
-
-    Values stay on the device until they are read, so no batch waits for one.
+    Metrics that are not single numbers are left out, with one warning each. Values stay on the device until they are
+    read.
 
     Example:
         >>> from purecompose import compose, fit, loop_events, losses, optim
@@ -178,13 +177,10 @@ class Recorder:
     Records have the form of `History`'s, with `time/sample`, `time/token` (if there are tokens), and the values of the
     monitors in those of batches.
 
-    Values stay on the device until a group is passed on, so no batch waits for one. That happens when `group` records
-    wait, or after `seconds`; at the end of evaluations, at EPOCH_CHECKPOINT and FIT_END; and when `flush` is called. If
-    the process is killed, the waiting records are lost. After an exception they are passed on when the recorder is
-    closed or deleted.
-
-    If a sink raises `OSError` (a full disk, no network), there is one warning, and training continues. The records wait
-    and are passed again with the next group.
+    Values stay on the device until a group is passed on: when `group` records wait, or after `seconds`; at the end of
+    evaluations, at EPOCH_CHECKPOINT and FIT_END; and when `flush` is called. After an exception that happens when the
+    recorder is closed or deleted; if the process is killed, waiting records are lost. If a sink raises `OSError`, as of
+    a full disk, there is one warning, and the records are passed again with the next group.
 
     Args:
         sink: An object with `write(records)`; see `Sink`.

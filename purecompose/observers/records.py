@@ -20,19 +20,14 @@ from purecompose.time import TimeLike
 class Records(Recorder):
     """A recorder that writes the records of a run to a file, as JSON Lines: one object per line.
 
-    There is one record for each batch that is due and one for each evaluation, written in groups; see `Recorder` for
-    their content and the times of writing. Numbers that are not finite are "nan", "inf" and "-inf" in the file.
+    See `Recorder` for the records and the times of writing. Numbers that are not finite are "nan", "inf" and "-inf".
 
     A run that **continues** from batch b keeps the records up to b, and removes the records of later batches, which
     will be written again, and a half-written last line. A run that starts from the beginning renames an old file:
     `run.jsonl` becomes `run.1.jsonl`, or the next free number.
 
-    Records up to a checkpoint are on disk before it is written.
-
     **Samples** (see `image_samples` and `text_samples`) are separate files: `run.samples/ba00000100/NAME.png`, and
     `.txt`. They are renamed with the records; samples of later batches are replaced when they are written again.
-
-    A full or read-only disk, or a folder that cannot be created, causes one warning; training continues.
 
     Args:
         path: The file, `*.jsonl`; its folder is created if necessary. A relative path is resolved against the current

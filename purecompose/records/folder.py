@@ -81,13 +81,11 @@ class RunFolder:
     | `result.json` | after the run: the last metrics, batches, seconds |
     | `report.html` | after the run: one page with everything, also its curves |
 
-    Each file is written completely or not at all. After the first batch, a full disk causes a warning, and
-    everything else is written. When a run continues, nothing in its folder changes until its checkpoint is
-    known to fit; settings, versions and plan change only after a batch has been trained with them.
+    Each file is written completely or not at all. After the first batch, a full disk causes a warning. When a run
+    continues, nothing in its folder changes until a batch has been trained.
 
-    One process at a time owns the folder, from the constructor to `finish` or `stop`, or until it is killed. As a
-    context manager it calls `finish` at the end, and `stop` if an exception ends the run; a signal or Ctrl-C ends it
-    without a report, which `write_report` writes later.
+    One process at a time owns the folder, from the constructor to `finish` or `stop`. As a context manager it calls
+    `finish` at the end, and `stop` if an exception ends the run; a signal or Ctrl-C ends it without a report.
 
     Args:
         path: The folder; it is created if necessary.

@@ -59,10 +59,8 @@ def write_report(
 ) -> Path:
     """Write a page about one run or several: results, curves, settings, plan, times, checkpoints and versions.
 
-    The curves of several runs share their axes. The settings that differ are below the results, versions and
-    commits that differ come first in their sections. The page is a single file without external resources, for light
-    and dark screens and for paper; its script draws the curves.
-    Of a line with more than 1,000 points, it shows the means of consecutive points, in a band of their range.
+    The page is a single file without external resources. The curves of several runs share their axes. Of a line with
+    more than 1,000 points, it shows the means of consecutive points, in a band of their range.
 
     Args:
         runs: One or several runs: their folders, or results of `read_run`. A run may be unfinished.

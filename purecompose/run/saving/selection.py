@@ -24,7 +24,7 @@ class Checkpoints:
     """The settings of a run's checkpoints: folder, interval and number.
 
     Args:
-        folder: Folder of the checkpoints, which are one folder each; it must belong to this run only.
+        folder: Folder of this run's checkpoints, which are one folder each.
         every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
             the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
             and one when a signal ends the run.

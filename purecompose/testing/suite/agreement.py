@@ -1,8 +1,7 @@
 """Laws of agreement: a step that is cut, divided among processes, mapped or compiled does what the step does.
 
-These laws work in double precision, where rounding is far below any mistake. An algorithm that does not accept float64
-is tried in float32 with a wide tolerance, and a task in half precision with a wider one, since autocast does not affect
-float64. If the network or the companions break a law without the algorithm, nothing is judged.
+These laws work in double precision, or in float32 with a wide tolerance where an algorithm refuses float64, and a wider
+one for tasks in half precision. If the network or the companions break a law without the algorithm, nothing is judged.
 """
 
 import dataclasses
