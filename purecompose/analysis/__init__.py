@@ -1,8 +1,8 @@
 """Analysis of recorded runs (`replay`, `bisect`), and experiments (`ablate`, `sweep`, `learning_rate_range`).
 
-    run = RecordedRun("runs/first", step, state, data)
-    state = replay(run, at="1234ba").state
-    print(bisect(run, predicates.not_finite(), stays=True))
+run = RecordedRun("runs/first", step, state, data)
+state = replay(run, at="1234ba").state
+print(bisect(run, predicates.not_finite(), stays=True))
 """
 
 from purecompose._support.exports import publish

@@ -74,32 +74,25 @@ def _reported() -> Iterator[None]:
         raise UsageError(text) from error
 
 
-def runs(
-    folder: Folder = "runs",
-    *,
-    sort: Annotated[str, Shown("NAME")] | None = None,
-    where: list[Annotated[str, Shown("CONDITION")]] = [],  # noqa: B006  (argparse copies it)
-    json: bool = False,
-) -> None:
+def runs(folder: Folder = "runs", *, sort: Annotated[str, Shown("NAME")] | None = None, json: bool = False) -> None:
     """List the runs in a folder: their progress, metrics and the settings that differ.
 
     Args:
         folder: The folder; its subfolders are searched.
         sort: Metric, from the best to the worst, or setting; -NAME reverses it (default: the newest first).
-        where: Only runs for which this holds, as optimizer.lr<0.1; several must all hold.
         json: Print one line of JSON per run.
 
     Examples:
-        python -m purecompose runs runs --sort eval/accuracy --where "optimizer.lr<0.1" --where status=finished
+        python -m purecompose runs runs --sort eval/accuracy
     """
     with _reported():
-        rows = list_runs(folder, sort=sort, where=where)
+        rows = list_runs(folder, sort=sort)
     if json:
         for row in rows:
             say(dumps(to_json(row)))
         return
     if not rows:
-        say(f"no runs in {folder}{' for which this holds' if where else ''}")
+        say(f"no runs in {folder}")
         return
     metrics = list(dict.fromkeys(name for row in rows for name in row["best"]))
     head = ["run", "status", "done", *(f"{name} (best)" for name in metrics), "time", "started", "settings that differ"]

@@ -1,10 +1,8 @@
-"""The runs of a folder as rows: their status, settings and metrics, sorted and filtered."""
+"""The runs of a folder as rows: their status, settings and metrics, sorted."""
 
 import contextlib
 import math
-import operator
 import os
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,30 +15,23 @@ from purecompose.records.series import evaluation_columns, places
 from purecompose.time import Time, TimeUnit
 
 
-_COMPARED = {"<=": operator.le, ">=": operator.ge, "!=": operator.ne, "==": operator.eq, "=": operator.eq}
-_COMPARED |= {"<": operator.lt, ">": operator.gt}
-_CONDITION = re.compile(r"\s*([^<>=!]+?)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
 _COUNTED = {TimeUnit.EPOCH: "epoch", TimeUnit.BATCH: "batch"}
 _COUNTED |= {TimeUnit.SAMPLE: "time/sample", TimeUnit.TOKEN: "time/token"}
 _NOT_COMPARED = ("checkpoint_every", "keep", "keep_best")
 """Settings that change no result."""
 
 
-def list_runs(
-    folder: str | os.PathLike[str], *, sort: str | None = None, where: str | Sequence[str] = ()
-) -> list[dict[str, Any]]:
+def list_runs(folder: str | os.PathLike[str], *, sort: str | None = None) -> list[dict[str, Any]]:
     """Return the runs in a folder and its subfolders, the newest first, as rows of a table.
 
-    Conditions and `sort` know a row's entries, metrics by their names, `best.NAME`, settings, and the arguments of
-    calls as in `--set`: `optimizer.lr` of "adam(lr=0.01)", and `mixup.alpha` of an algorithm. The name `loss` is that
-    of the metric if a run has it.
+    `sort` knows a row's entries, metrics by their names, `best.NAME`, settings, and the arguments of calls as in
+    `--set`: `optimizer.lr` of "adam(lr=0.01)", and `mixup.alpha` of an algorithm. The name `loss` is that of the metric
+    if a run has it.
 
     Args:
         folder: The folder.
         sort: Name to sort by: metrics from the best to the worst, others in ascending order; "-NAME" reverses it. Runs
             without it come last.
-        where: Conditions that must all hold: a name, one of < <= > >= = !=, and a number or a text, as in
-            "optimizer.lr<0.1". A run without the name is left out.
 
     Returns:
         A dict for each run: `name` (its path in the folder), `status`, `progress` (the part of its duration that is
@@ -49,20 +40,17 @@ def list_runs(
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: A condition cannot be read or compares a text with a number; no run has a name; or a file of a run
-            is damaged.
+        ValueError: No run has the name, or a file of a run is damaged.
 
     Example::
 
-        list_runs("runs", sort="eval/accuracy", where="optimizer.lr<0.1")
+        [row["name"] for row in list_runs("runs", sort="eval/accuracy") if row["seconds"] < 600]
     """
     root = Path(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"list_runs: there is no folder {root}")
     folders = sorted(path.parent for path in root.rglob(CONFIG) if (path.parent / HISTORY).exists())
     rows = [_row(read_run(path), path.relative_to(root).as_posix()) for path in folders]
-    for condition in [where] if isinstance(where, str) else where:
-        rows = _filtered(rows, condition)
     rows.sort(key=lambda row: row["started"], reverse=True)
     if sort is None or not rows:
         return rows
@@ -171,7 +159,7 @@ def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def _entries(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield all values of a row by the names that conditions know; of equal names, the last counts."""
+    """Yield all values of a row by the names that `sort` knows; of equal names, the last counts."""
     yield from row["metrics"].items()
     for name, value in row["settings"].items():
         yield from _arguments(value, f"{name}.")
@@ -195,29 +183,3 @@ def _calls(text: Any) -> list[specs.Call]:
         if isinstance(text, str) and "(" in text:
             return [specs.by_name(call, factories) for call in specs.parse(text)]
     return []
-
-
-def _filtered(rows: list[dict[str, Any]], condition: str) -> list[dict[str, Any]]:
-    parts = _CONDITION.fullmatch(condition)
-    if parts is None:
-        raise ValueError(f"list_runs: where: expected a condition such as 'optimizer.lr<0.1', got {condition!r}")
-    name, sign, text = parts.groups()
-    if not rows:
-        return rows
-    return [row for row, value in zip(rows, _values(rows, name), strict=True) if _holds(name, value, sign, text)]
-
-
-def _holds(name: str, value: Any, sign: str, text: str) -> bool:
-    found: Any = _number(value)
-    if found is None:
-        return False
-    try:
-        wanted: Any = float(text) if isinstance(found, float) else text.lower()
-    except ValueError:
-        wanted = text
-    found = found.lower() if isinstance(found, str) else found
-    if sign[0] in "<>" and not (isinstance(found, float) and isinstance(wanted, float)):
-        raise ValueError(
-            f"list_runs: where: {name}{sign}{text}: {value!r} and {text!r} are not two numbers; use = or !="
-        )
-    return _COMPARED[sign](found, wanted)
