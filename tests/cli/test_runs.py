@@ -250,7 +250,7 @@ def test_the_runs_of_a_folder_are_listed(run: Run, monkeypatch: pytest.MonkeyPat
     assert first.startswith("0 ") and "100%" in first and "seed=0" in first and "lr=0.001" in first
     assert second.startswith("1 ") and "digits" not in out
     assert "algorithms" not in out
-    status, out, _ = run("runs", "--sort", "-optimizer.lr", "--json")
+    status, out, _ = run("runs", "--sort=-optimizer.lr", "--json")
     assert status == 0 and [json.loads(line)["name"] for line in out.splitlines()] == ["1", "0"]
     status, _, err = run("runs", "--sort", "sed")
     assert status == 2 and "did you mean 'seed'" in err
