@@ -77,8 +77,8 @@ def alibi(
         alibi(train_sequence_length_scaling=0.25)
 
     References:
-        Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
-        Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
+        Ofir Press et al.: Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation. ICLR
+        2022. https://arxiv.org/abs/2108.12409
     """
     rules = _rules()
     operation, changed = surgery_method(name, rules, where), left_alone(rules)

@@ -52,8 +52,8 @@ def qk_norm(
         qk_norm(eps=1e-06, scale=0.12)
 
     References:
-        Alex Henry, Prudhvi Raj Dachapally, Shubham Pawar, Yuxuan Chen: Query-Key Normalization for Transformers.
-        Findings of EMNLP 2020. https://arxiv.org/abs/2010.04245
+        Alex Henry et al.: Query-Key Normalization for Transformers. Findings of EMNLP 2020.
+        https://arxiv.org/abs/2010.04245
         Mostafa Dehghani et al.: Scaling Vision Transformers to 22 Billion Parameters. ICML 2023.
         https://arxiv.org/abs/2302.05442
         Keller Jordan et al.: modded-nanogpt. 2024. https://github.com/KellerJordan/modded-nanogpt

@@ -128,8 +128,8 @@ def augmix(
         never
 
     References:
-        Dan Hendrycks, Norman Mu, Ekin D. Cubuk, Barret Zoph, Justin Gilmer, Balaji Lakshminarayanan: AugMix: A Simple
-        Data Processing Method to Improve Robustness and Uncertainty. ICLR 2020. https://arxiv.org/abs/1912.02781
+        Dan Hendrycks et al.: AugMix: A Simple Data Processing Method to Improve Robustness and Uncertainty. ICLR 2020.
+        https://arxiv.org/abs/1912.02781
     """
     shape = {"depth": depth, "width": width}
     changed = partial(augmix_batch, **shape, augmentation_set=augmentation_set, value_range=value_range)

@@ -106,11 +106,10 @@ def batch_size_warmup(
         never
 
     References:
-        Samuel L. Smith, Pieter-Jan Kindermans, Chris Ying, Quoc V. Le: Don't Decay the Learning Rate, Increase the
-        Batch Size. ICLR 2018. https://arxiv.org/abs/1711.00489
-        Sam McCandlish, Jared Kaplan, Dario Amodei, OpenAI Dota Team: An Empirical Model of Large-Batch Training. 2018.
-        https://arxiv.org/abs/1812.06162
-        Tom B. Brown and others: Language Models are Few-Shot Learners. NeurIPS 2020, appendix B.
+        Samuel L. Smith et al.: Don't Decay the Learning Rate, Increase the Batch Size. ICLR 2018.
+        https://arxiv.org/abs/1711.00489
+        Sam McCandlish et al.: An Empirical Model of Large-Batch Training. 2018. https://arxiv.org/abs/1812.06162
+        Tom B. Brown et al.: Language Models are Few-Shot Learners. NeurIPS 2020, appendix B.
         https://arxiv.org/abs/2005.14165
     """
 

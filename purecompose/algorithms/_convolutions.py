@@ -211,8 +211,7 @@ def squeeze_excite(
         squeeze_excite(latent_channels=0.125, min_channels=128)
 
     References:
-        Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
-        https://arxiv.org/abs/1709.01507
+        Jie Hu et al.: Squeeze-and-Excitation Networks. CVPR 2018. https://arxiv.org/abs/1709.01507
     """
 
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
@@ -253,8 +252,8 @@ def weight_standardization(
         weight_standardization(n_last_layers_ignore=1)
 
     References:
-        Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel
-        Normalization and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
+        Siyuan Qiao et al.: Micro-Batch Training with Batch-Channel Normalization and Weight Standardization. 2019.
+        https://arxiv.org/abs/1903.10520
     """
     kinds = tuple(STANDARDIZED)
 

@@ -191,8 +191,8 @@ def cutmix(
         never
 
     References:
-        Sangdoo Yun, Dongyoon Han, Seong Joon Oh, Sanghyuk Chun, Junsuk Choe, Youngjoon Yoo: CutMix: Regularization
-        Strategy to Train Strong Classifiers with Localizable Features. ICCV 2019. https://arxiv.org/abs/1905.04899
+        Sangdoo Yun et al.: CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features. ICCV
+        2019. https://arxiv.org/abs/1905.04899
     """
 
     def apply(event: Event, state: State) -> State:

@@ -66,8 +66,8 @@ def factorize(
         0.5
 
     References:
-        Xiangyu Zhang, Jianhua Zou, Kaiming He, Jian Sun: Accelerating Very Deep Convolutional Networks for
-        Classification and Detection. TPAMI 2016. https://arxiv.org/abs/1505.06798
+        Xiangyu Zhang et al.: Accelerating Very Deep Convolutional Networks for Classification and Detection. TPAMI
+        2016. https://arxiv.org/abs/1505.06798
     """
 
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:

@@ -95,8 +95,8 @@ def gated_linear_units(
 
     References:
         Noam Shazeer: GLU Variants Improve Transformer. 2020. https://arxiv.org/abs/2002.05202
-        Yann N. Dauphin, Angela Fan, Michael Auli, David Grangier: Language Modeling with Gated Convolutional Networks.
-        2016. https://arxiv.org/abs/1612.08083
+        Yann N. Dauphin et al.: Language Modeling with Gated Convolutional Networks. 2016.
+        https://arxiv.org/abs/1612.08083
     """
     # Maps a first layer to its replacement, which is shared by all blocks that share the layer.
     made: WeakKeyDictionary[nn.Module, GatedLinearUnit] = WeakKeyDictionary()

@@ -155,11 +155,11 @@ def gradient_clipping(
         never
 
     References:
-        Razvan Pascanu, Tomas Mikolov, Yoshua Bengio: On the Difficulty of Training Recurrent Neural Networks. ICML
-        2013. https://arxiv.org/abs/1211.5063
-        Tomas Mikolov: Statistical Language Models Based on Neural Networks. PhD thesis, Brno 2012. Andrew Brock, Soham
-        De, Samuel L. Smith, Karen Simonyan: High-Performance Large-Scale Image Recognition Without Normalization. ICML
-        2021. https://arxiv.org/abs/2102.06171
+        Razvan Pascanu et al.: On the Difficulty of Training Recurrent Neural Networks. ICML 2013.
+        https://arxiv.org/abs/1211.5063 Tomas Mikolov: Statistical Language Models Based on Neural Networks. PhD thesis,
+        Brno 2012.
+        Andrew Brock et al.: High-Performance Large-Scale Image Recognition Without Normalization. ICML 2021.
+        https://arxiv.org/abs/2102.06171
     """
 
     def apply(event: Event, state: State) -> State:

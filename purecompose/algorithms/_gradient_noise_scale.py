@@ -143,8 +143,8 @@ def gradient_noise_scale(
         gradient_noise_scale(decay=0.99)
 
     References:
-        Sam McCandlish, Jared Kaplan, Dario Amodei and the OpenAI Dota Team: An Empirical Model of Large-Batch Training.
-        2018, appendix A.1. https://arxiv.org/abs/1812.06162
+        Sam McCandlish et al.: An Empirical Model of Large-Batch Training. 2018, appendix A.1.
+        https://arxiv.org/abs/1812.06162
     """
 
     def apply(event: Event, state: State) -> State:

@@ -199,8 +199,7 @@ def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, nam
         never
 
     References:
-        Junyeol Lee, Hyeongju Kim, Hyungjun Oh, Jaemin Kim, Hongseok Jeung, Yung-Kyun Noh, Jiwon Seo: Gyro Dropout:
-        Maximizing Ensemble Effect in Neural Network Training. MLSys 2022.
+        Junyeol Lee et al.: Gyro Dropout: Maximizing Ensemble Effect in Neural Network Training. MLSys 2022.
     """
     _check_bank("gyro_dropout", sigma, tau)
 

@@ -58,10 +58,10 @@ def initialize(
 
     References:
         Keller Jordan: 94% on CIFAR-10 in 3.29 Seconds on a Single GPU. 2024. https://arxiv.org/abs/2404.00498
-        Hongyi Zhang, Yann N. Dauphin, Tengyu Ma: Fixup Initialization: Residual Learning Without Normalization.
-        ICLR 2019. https://arxiv.org/abs/1901.09321
-        Andrew M. Saxe, James L. McClelland, Surya Ganguli: Exact Solutions to the Nonlinear Dynamics of Learning in
-        Deep Linear Neural Networks. 2013. https://arxiv.org/abs/1312.6120
+        Hongyi Zhang et al.: Fixup Initialization: Residual Learning Without Normalization. ICLR 2019.
+        https://arxiv.org/abs/1901.09321
+        Andrew M. Saxe et al.: Exact Solutions to the Nonlinear Dynamics of Learning in Deep Linear Neural Networks.
+        2013. https://arxiv.org/abs/1312.6120
     """
     patterns = None if where is None else tuple(where)
     if patterns is None and how != "dirac":

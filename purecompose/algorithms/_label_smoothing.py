@@ -101,8 +101,8 @@ def label_smoothing(
         never
 
     References:
-        Christian Szegedy, Vincent Vanhoucke, Sergey Ioffe, Jonathon Shlens, Zbigniew Wojna: Rethinking the
-        Inception Architecture for Computer Vision. CVPR 2016. https://arxiv.org/abs/1512.00567
+        Christian Szegedy et al.: Rethinking the Inception Architecture for Computer Vision. CVPR 2016.
+        https://arxiv.org/abs/1512.00567
     """
 
     def apply(event: Event, state: State) -> State:

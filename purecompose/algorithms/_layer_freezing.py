@@ -141,11 +141,10 @@ def layer_freezing(
         never
 
     References:
-        Maithra Raghu, Justin Gilmer, Jason Yosinski, Jascha Sohl-Dickstein: SVCCA: Singular Vector Canonical
-        Correlation Analysis for Deep Learning Dynamics and Interpretability. NeurIPS 2017.
-        https://arxiv.org/abs/1706.05806
-        Andrew Brock, Theodore Lim, J. M. Ritchie, Nick Weston: FreezeOut: Accelerate Training by Progressively Freezing
-        Layers. 2017. https://arxiv.org/abs/1706.04983
+        Maithra Raghu et al.: SVCCA: Singular Vector Canonical Correlation Analysis for Deep Learning Dynamics and
+        Interpretability. NeurIPS 2017. https://arxiv.org/abs/1706.05806
+        Andrew Brock et al.: FreezeOut: Accelerate Training by Progressively Freezing Layers. 2017.
+        https://arxiv.org/abs/1706.04983
     """
     patterns = None if where is None else tuple(where)
     share_at = partial(_share, freeze_start=freeze_start, freeze_level=freeze_level, num_stages=num_stages)

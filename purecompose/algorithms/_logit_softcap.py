@@ -65,8 +65,8 @@ def logit_softcap(
 
     References:
         Gemma Team: Gemma 2: Improving Open Language Models at a Practical Size. 2024. https://arxiv.org/abs/2408.00118
-        Irwan Bello, Hieu Pham, Quoc V. Le, Mohammad Norouzi, Samy Bengio: Neural Combinatorial Optimization with
-        Reinforcement Learning. 2016. https://arxiv.org/abs/1611.09940
+        Irwan Bello et al.: Neural Combinatorial Optimization with Reinforcement Learning. 2016.
+        https://arxiv.org/abs/1611.09940
     """
 
     def last(module: nn.Linear, site: surgery.Site) -> nn.Module | None:

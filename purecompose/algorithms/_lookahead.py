@@ -66,8 +66,8 @@ def lookahead(
         never
 
     References:
-        Michael R. Zhang, James Lucas, Geoffrey Hinton, Jimmy Ba: Lookahead Optimizer: k Steps Forward, 1 Step Back.
-        NeurIPS 2019. https://arxiv.org/abs/1907.08610
+        Michael R. Zhang et al.: Lookahead Optimizer: k Steps Forward, 1 Step Back. NeurIPS 2019.
+        https://arxiv.org/abs/1907.08610
     """
 
     def apply(event: Event, state: State) -> State:

@@ -120,9 +120,7 @@ def loss_scaling(
         loss_scaling(init_scale=1024.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 
     References:
-        Paulius Micikevicius, Sharan Narang, Jonah Alben, Gregory Diamos, Erich Elsen, David Garcia, Boris Ginsburg,
-        Michael Houston, Oleksii Kuchaiev, Ganesh Venkatesh, Hao Wu: Mixed Precision Training. ICLR 2018.
-        https://arxiv.org/abs/1710.03740
+        Paulius Micikevicius et al.: Mixed Precision Training. ICLR 2018. https://arxiv.org/abs/1710.03740
     """
     following = partial(
         next_scale, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval

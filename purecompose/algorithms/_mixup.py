@@ -128,8 +128,7 @@ def mixup(
         never
 
     References:
-        Hongyi Zhang, Moustapha Cisse, Yann N. Dauphin, David Lopez-Paz: mixup: Beyond Empirical Risk
-        Minimization. ICLR 2018. https://arxiv.org/abs/1710.09412
+        Hongyi Zhang et al.: mixup: Beyond Empirical Risk Minimization. ICLR 2018. https://arxiv.org/abs/1710.09412
     """
 
     def apply(event: Event, state: State) -> State:

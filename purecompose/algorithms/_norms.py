@@ -62,8 +62,7 @@ def ghost_batchnorm(
         ghost_batchnorm(ghost_batch_size=16)
 
     References:
-        Elad Hoffer, Itay Hubara, Daniel Soudry: Train longer, generalize better. NeurIPS 2017.
-        https://arxiv.org/abs/1705.08741
+        Elad Hoffer et al.: Train longer, generalize better. NeurIPS 2017. https://arxiv.org/abs/1705.08741
         Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020.
         https://arxiv.org/abs/2007.08554
     """
@@ -103,7 +102,7 @@ def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorit
         low_precision_layernorm()
 
     References:
-        Jimmy Lei Ba, Jamie Ryan Kiros, Geoffrey E. Hinton: Layer Normalization. 2016. https://arxiv.org/abs/1607.06450
+        Jimmy Lei Ba et al.: Layer Normalization. 2016. https://arxiv.org/abs/1607.06450
     """
 
     def norm(module: nn.LayerNorm, site: surgery.Site) -> nn.Module | None:

@@ -122,8 +122,7 @@ def per_example_clipping(
         never
 
     References:
-        Martin Abadi, Andy Chu, Ian Goodfellow, H. Brendan McMahan, Ilya Mironov, Kunal Talwar, Li Zhang: Deep Learning
-        with Differential Privacy. CCS 2016. https://arxiv.org/abs/1607.00133
+        Martin Abadi et al.: Deep Learning with Differential Privacy. CCS 2016. https://arxiv.org/abs/1607.00133
     """
     is_neutral, has_noise = max_norm == math.inf, noise_multiplier != 0
     if is_neutral and has_noise:

@@ -182,7 +182,7 @@ def progressive_resizing(
         never
 
     References:
-        Jeremy Howard and others: fast.ai's training for DAWNBench, 2018.
+        Jeremy Howard et al.: fast.ai's training for DAWNBench, 2018.
         https://www.fast.ai/posts/2018-08-10-fastai-diu-imagenet.html
     """
     _check_shares("progressive_resizing", finetune_fraction, delay_fraction)

@@ -103,8 +103,8 @@ def randaugment(
         never
 
     References:
-        Ekin D. Cubuk, Barret Zoph, Jonathon Shlens, Quoc V. Le: RandAugment: Practical Automated Data Augmentation with
-        a Reduced Search Space. CVPR Workshops 2020. https://arxiv.org/abs/1909.13719
+        Ekin D. Cubuk et al.: RandAugment: Practical Automated Data Augmentation with a Reduced Search Space. CVPR
+        Workshops 2020. https://arxiv.org/abs/1909.13719
     """
     changed = partial(randaugment_batch, depth=depth, augmentation_set=augmentation_set, value_range=value_range)
 

@@ -106,8 +106,8 @@ def random_crop(
         never
 
     References:
-        Alex Krizhevsky: Convolutional Deep Belief Networks on CIFAR-10. 2010. Kaiming He, Xiangyu Zhang, Shaoqing Ren,
-        Jian Sun: Deep Residual Learning for Image Recognition. CVPR 2016. https://arxiv.org/abs/1512.03385
+        Alex Krizhevsky: Convolutional Deep Belief Networks on CIFAR-10. 2010.
+        Kaiming He et al.: Deep Residual Learning for Image Recognition. CVPR 2016. https://arxiv.org/abs/1512.03385
     """
 
     def cropped(rng: random.Rng, images: Tensor, targets: Any) -> tuple[Tensor, Any]:

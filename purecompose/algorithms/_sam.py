@@ -90,8 +90,8 @@ def sam(
         never
 
     References:
-        Pierre Foret, Ariel Kleiner, Hossein Mobahi, Behnam Neyshabur: Sharpness-Aware Minimization for Efficiently
-        Improving Generalization. ICLR 2021. https://arxiv.org/abs/2010.01412
+        Pierre Foret et al.: Sharpness-Aware Minimization for Efficiently Improving Generalization. ICLR 2021.
+        https://arxiv.org/abs/2010.01412
     """
 
     def apply(event: Event, state: State) -> State:

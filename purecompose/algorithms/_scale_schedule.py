@@ -65,8 +65,8 @@ def scale_schedule(
         ('45ep', 0.1 * multi_step(milestones=['30ep', '60ep'], gamma=0.1, warmup='0ba').scaled(0.5))
 
     References:
-        Eric Arazo, Diego Ortego, Paul Albert, Noel E. O'Connor, Kevin McGuinness: How Important is Importance Sampling
-        for Deep Budgeted Training? BMVC 2021. https://github.com/EricArazo/ImportanceSampling
+        Eric Arazo et al.: How Important is Importance Sampling for Deep Budgeted Training? BMVC 2021.
+        https://github.com/EricArazo/ImportanceSampling
     """
     if not isinstance(state, State):
         raise TypeError(f"scale_schedule: expected a State, got {shown(state)}")

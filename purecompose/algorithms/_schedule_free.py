@@ -108,8 +108,7 @@ def schedule_free(beta: Annotated[float, Within(0, 1, below=True)] = 0.9, *, nam
         schedule_free(beta=0.95)
 
     References:
-        Aaron Defazio, Xingyu Alice Yang, Harsh Mehta, Konstantin Mishchenko, Ahmed Khaled, Ashok Cutkosky: The Road
-        Less Scheduled. NeurIPS 2024. https://arxiv.org/abs/2405.15682
+        Aaron Defazio et al.: The Road Less Scheduled. NeurIPS 2024. https://arxiv.org/abs/2405.15682
     """
 
     def apply(event: Event, state: State) -> State:

@@ -178,9 +178,8 @@ def selective_backprop(
         never
 
     References:
-        Angela H. Jiang, Daniel L.-K. Wong, Giulio Zhou, David G. Andersen, Jeffrey Dean, Gregory R. Ganger, Gauri
-        Joshi, Michael Kaminsky, Michael Kozuch, Zachary C. Lipton, Padmanabhan Pillai: Accelerating Deep Learning
-        by Focusing on the Biggest Losers. 2019. https://arxiv.org/abs/1910.00762
+        Angela H. Jiang et al.: Accelerating Deep Learning by Focusing on the Biggest Losers. 2019.
+        https://arxiv.org/abs/1910.00762
     """
     if start >= end:
         raise ValueError(f"selective_backprop: expected start < end, got {start=}, {end=}; {_WINDOW_HINT}")

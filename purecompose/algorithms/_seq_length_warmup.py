@@ -161,9 +161,9 @@ def seq_length_warmup(
         never
 
     References:
-        Conglong Li, Minjia Zhang, Yuxiong He: The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup
-        for Training GPT Models. NeurIPS 2022, first as Curriculum Learning: A Regularization Method for Efficient and
-        Stable Billion-Scale GPT Model Pre-Training, 2021. https://arxiv.org/abs/2108.06084
+        Conglong Li et al.: The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT
+        Models. NeurIPS 2022, first as Curriculum Learning: A Regularization Method for Efficient and Stable
+        Billion-Scale GPT Model Pre-Training, 2021. https://arxiv.org/abs/2108.06084
     """
     _check_lengths("seq_length_warmup", min_seq_length, max_seq_length)
     _check_ways("seq_length_warmup", truncate, preserve_end_of_sequence)

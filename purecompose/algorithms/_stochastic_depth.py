@@ -88,8 +88,7 @@ def stochastic_depth(
         never
 
     References:
-        Gao Huang, Yu Sun, Zhuang Liu, Daniel Sedra, Kilian Weinberger: Deep Networks with Stochastic Depth. ECCV 2016.
-        https://arxiv.org/abs/1603.09382
+        Gao Huang et al.: Deep Networks with Stochastic Depth. ECCV 2016. https://arxiv.org/abs/1603.09382
         Minjia Zhang, Yuxiong He: Accelerating Training of Transformer-Based Language Models with Progressive Layer
         Dropping. NeurIPS 2020. https://arxiv.org/abs/2010.13369
     """

@@ -116,8 +116,8 @@ def swa(
         swa(start='0.75dur', end='0.97dur', every='2ep', swa_lr=0.01, anneal_strategy='linear', ...)
 
     References:
-        Pavel Izmailov, Dmitrii Podoprikhin, Timur Garipov, Dmitry Vetrov, Andrew Gordon Wilson: Averaging Weights Leads
-        to Wider Optima and Better Generalization. UAI 2018. https://arxiv.org/abs/1803.05407
+        Pavel Izmailov et al.: Averaging Weights Leads to Wider Optima and Better Generalization. UAI 2018.
+        https://arxiv.org/abs/1803.05407
     """
     start, end = Time.of(start, TimeUnit.DURATION), Time.of(end, TimeUnit.DURATION)
     if start.unit is end.unit and end <= start:

@@ -41,8 +41,7 @@ class CTC:
         0.2877
 
     References:
-        Alex Graves, Santiago Fernández, Faustino Gomez, Jürgen Schmidhuber: Connectionist Temporal Classification. ICML
-        2006.
+        Alex Graves et al.: Connectionist Temporal Classification. ICML 2006.
     """
 
     blank: int = 0

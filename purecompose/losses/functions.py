@@ -251,8 +251,7 @@ class Focal:
         [0.1733, 0.0001]
 
     References:
-        Tsung-Yi Lin, Priya Goyal, Ross Girshick, Kaiming He, Piotr Dollár: Focal Loss for Dense Object Detection. ICCV
-        2017. https://arxiv.org/abs/1708.02002
+        Tsung-Yi Lin et al.: Focal Loss for Dense Object Detection. ICCV 2017. https://arxiv.org/abs/1708.02002
     """
 
     gamma: float = 2.0

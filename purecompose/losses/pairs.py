@@ -45,11 +45,11 @@ class InfoNCE(nn.Module):
         (0.5514, 1.0)
 
     References:
-        Aaron van den Oord, Yazhe Li, Oriol Vinyals: Representation Learning with Contrastive Predictive Coding. 2018.
+        Aaron van den Oord et al.: Representation Learning with Contrastive Predictive Coding. 2018.
         https://arxiv.org/abs/1807.03748
-        Ting Chen, Simon Kornblith, Mohammad Norouzi, Geoffrey Hinton: A Simple Framework for Contrastive Learning of
-        Visual Representations. ICML 2020. https://arxiv.org/abs/2002.05709
-        Alec Radford and others: Learning Transferable Visual Models From Natural Language Supervision. ICML 2021.
+        Ting Chen et al.: A Simple Framework for Contrastive Learning of Visual Representations. ICML 2020.
+        https://arxiv.org/abs/2002.05709
+        Alec Radford et al.: Learning Transferable Visual Models From Natural Language Supervision. ICML 2021.
         https://arxiv.org/abs/2103.00020
     """
 
@@ -133,8 +133,7 @@ class Distillation:
         [0.5685, 0.4438, 0.6931]
 
     References:
-        Geoffrey Hinton, Oriol Vinyals, Jeff Dean: Distilling the Knowledge in a Neural Network. 2015.
-        https://arxiv.org/abs/1503.02531
+        Geoffrey Hinton et al.: Distilling the Knowledge in a Neural Network. 2015. https://arxiv.org/abs/1503.02531
     """
 
     temperature: Any = 2.0

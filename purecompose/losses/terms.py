@@ -258,8 +258,8 @@ def over_batch(loss: Loss) -> Loss:
         TypeError: It is not a function, or `losses.model_loss`, which is computed in the network.
 
     References:
-        Luyu Gao, Yunyi Zhang, Jiawei Han, Jamie Callan: Scaling Deep Contrastive Learning Batch Size under Memory
-        Limited Setup. 2021. https://arxiv.org/abs/2101.06983
+        Luyu Gao et al.: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup. 2021.
+        https://arxiv.org/abs/2101.06983
 
     Example:
         >>> import torch

@@ -104,7 +104,7 @@ def adam(
 
     References:
         Kingma and Ba, Adam: a method for stochastic optimization, 2015, arXiv:1412.6980.
-        Reddi, Kale, Kumar, On the convergence of Adam and beyond, 2018, arXiv:1904.09237 (amsgrad).
+        Reddi et al., On the convergence of Adam and beyond, 2018, arXiv:1904.09237 (amsgrad).
     """
     return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups=groups)
 

@@ -92,9 +92,9 @@ def muon(
                 [ 1.,  0.]])
 
     References:
-        Jordan, Jin, Boza, You, Cesista, Newhouse and Bernstein, Muon: an optimizer for hidden layers in neural
-        networks, 2024, https://kellerjordan.github.io/posts/muon/.
-        Liu et al., Muon is scalable for LLM training, 2025, arXiv:2502.16982 ("match_rms_adamw").
+        Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024,
+        https://kellerjordan.github.io/posts/muon/. Liu et al., Muon is scalable for LLM training, 2025,
+        arXiv:2502.16982 ("match_rms_adamw").
     """
     newton_schulz = ns_coefficients, ns_steps, eps, adjust_lr, ns_precision
     return Muon(lr, momentum, nesterov, weight_decay, *newton_schulz, filters, cautious_decay, groups)

@@ -61,8 +61,7 @@ def sgd(
         tensor([0.5000, 2.0000])
 
     References:
-        Sutskever, Martens, Dahl and Hinton, On the importance of initialization and momentum in deep
-        learning, 2013.
+        Sutskever et al., On the importance of initialization and momentum in deep learning, 2013.
     """
     return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups=groups)
 
@@ -215,8 +214,7 @@ def lion(
         tensor([0.5000, 2.5000, 3.0000])
 
     References:
-        Chen, Liang, Huang, Real, Wang, Liu, Pham, Dong, Luong, Hsieh, Lu and Le, Symbolic discovery of optimization
-        algorithms, 2023, arXiv:2302.06675.
+        Chen et al., Symbolic discovery of optimization algorithms, 2023, arXiv:2302.06675.
     """
     return Lion(lr, betas, weight_decay, cautious_decay, groups)
 

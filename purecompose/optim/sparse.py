@@ -58,7 +58,7 @@ def adagrad(
         tensor([0.5000, 2.0000])
 
     References:
-        Duchi, Hazan and Singer, Adaptive subgradient methods for online learning and stochastic optimization, 2011.
+        Duchi et al., Adaptive subgradient methods for online learning and stochastic optimization, 2011.
     """
     return Adagrad(lr, lr_decay, weight_decay, initial_accumulator_value, eps, groups)
 

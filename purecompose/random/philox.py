@@ -26,8 +26,7 @@ the keys of all members to torch's operations at once; these have no such rule. 
 `transforms/compilation/gpu_draws.py` makes it part of the kernels.
 
 References:
-    John K. Salmon, Mark A. Moraes, Ron O. Dror, David E. Shaw: Parallel Random Numbers: As Easy as 1, 2, 3.
-    SC 2011.
+    John K. Salmon et al.: Parallel Random Numbers: As Easy as 1, 2, 3. SC 2011.
 """
 
 import math

@@ -60,8 +60,7 @@ def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "ste
         state = shard(step.init(state), mesh)
 
     References:
-        Samyam Rajbhandari, Jeff Rasley, Olatunji Ruwase, Yuxiong He: ZeRO: Memory Optimizations Toward Training
-        Trillion Parameter Models. SC 2020.
+        Samyam Rajbhandari et al.: ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. SC 2020.
     """
     if not isinstance(step, Step):
         raise TypeError(f"fully_sharded: expected a step made by compose, got {shown(step)}")

@@ -1,8 +1,8 @@
 """Linear layers and convolutions as products of two thinner ones, the closest to the given layer's weight.
 
 References:
-    Xiangyu Zhang, Jianhua Zou, Kaiming He, Jian Sun: Accelerating Very Deep Convolutional Networks for Classification
-    and Detection. TPAMI 2016. https://arxiv.org/abs/1505.06798
+    Xiangyu Zhang et al.: Accelerating Very Deep Convolutional Networks for Classification and Detection. TPAMI 2016.
+    https://arxiv.org/abs/1505.06798
 """
 
 import math

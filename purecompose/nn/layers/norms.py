@@ -5,8 +5,7 @@ memory. The layers here compute in the dtype that autocast uses for matrix produ
 inside torch's kernels. Their weights have the same names and shapes as in the layers that they replace.
 
 References:
-    Elad Hoffer, Itay Hubara, Daniel Soudry: Train longer, generalize better. NeurIPS 2017.
-    https://arxiv.org/abs/1705.08741
+    Elad Hoffer et al.: Train longer, generalize better. NeurIPS 2017. https://arxiv.org/abs/1705.08741
 
     Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020. https://arxiv.org/abs/2007.08554
 """

@@ -10,8 +10,7 @@ With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p a
 A transformer's block has two such steps, one after the other: each is dropped by a separate draw, both with rate p.
 
 References:
-    Gao Huang, Yu Sun, Zhuang Liu, Daniel Sedra, Kilian Weinberger: Deep Networks with Stochastic Depth. ECCV 2016.
-    https://arxiv.org/abs/1603.09382
+    Gao Huang et al.: Deep Networks with Stochastic Depth. ECCV 2016. https://arxiv.org/abs/1603.09382
 """
 
 import inspect

@@ -1,8 +1,7 @@
 """A multi-layer perceptron, a small convolutional network, and residual networks for small and for large images.
 
 References:
-    Kaiming He, Xiangyu Zhang, Shaoqing Ren, Jian Sun: Deep Residual Learning for Image Recognition. CVPR 2016.
-    https://arxiv.org/abs/1512.03385
+    Kaiming He et al.: Deep Residual Learning for Image Recognition. CVPR 2016. https://arxiv.org/abs/1512.03385
 """
 
 from collections.abc import Callable, Sequence

@@ -3,8 +3,7 @@
 References:
     Alexey Dosovitskiy et al.: An Image Is Worth 16x16 Words: Transformers for Image Recognition at Scale. ICLR 2021.
     https://arxiv.org/abs/2010.11929
-    Alec Radford, Jeffrey Wu, Rewon Child, David Luan, Dario Amodei, Ilya Sutskever: Language Models are Unsupervised
-    Multitask Learners. 2019.
+    Alec Radford et al.: Language Models are Unsupervised Multitask Learners. 2019.
 """
 
 import math
