@@ -42,25 +42,21 @@ def alibi(
         attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|,   m_h = 2^(-8 h / H), h = 1 ... H
 
     If H is not a power of two, the slopes are those of the next smaller power and every second one of the next greater.
-    Causal and padding masks are kept. Position embeddings are removed with their parameters, and thereby the limit on
-    the length of a sequence. For training, sequences (N, L) are concatenated and cut into rows of floor(L s) tokens,
-    s = `train_sequence_length_scaling`; the network then generalises to longer sequences.
+    Position embeddings are removed with their parameters. For training, sequences (N, L) of token ids or embeddings are
+    concatenated and cut into rows of floor(L s) tokens, s = `train_sequence_length_scaling`.
 
     It supports `layers.SelfAttention` and `layers.PositionEmbedding`, used by `models.gpt` and `models.vit`, and GPT-2,
-    BERT and RoBERTa of Hugging Face's transformers, version 5, with attention computed by "sdpa" or "eager". In a
-    vision transformer, distances are measured in the sequence of patches; afterwards it accepts images of any size.
+    BERT and RoBERTa of Hugging Face's transformers, version 5, with attention computed by "sdpa" or "eager".
 
     Events: INIT, and AFTER_DATALOADER unless s = 1, before methods that shorten sequences (`Trait.SHORTENS_SEQUENCES`),
     whose lengths refer to the new rows. Reads and replaces: the model, its parameters and the optimizer's state; the
     batch. Time counts the batch as it was loaded, as with `seq_length_warmup`.
 
-    The input must be token ids (N, L) or embeddings (N, L, D), as for `seq_length_warmup`, unless s = 1. In a network
-    without supported attention, batches are left as they are.
+    In a network without supported attention, batches are left as they are.
 
     Args:
-        train_sequence_length_scaling: s, in (0, 1], the factor by which the length of sequences for training is
-            multiplied. The number of sequences grows accordingly, so that a batch has the same number of tokens. 1
-            leaves batches unchanged. The resulting length should be at least 128 tokens, 256 to be safe.
+        train_sequence_length_scaling: s, in (0, 1]. The number of sequences grows accordingly, so that a batch has the
+            same number of tokens. 1 leaves batches unchanged.
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 

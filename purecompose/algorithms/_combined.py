@@ -53,11 +53,10 @@ def sometimes(
     The decision is drawn from the state's key, once for all events of a step, or for each turn of an event that a
     program has several times. Other events, such as INIT and EVAL_START, are not affected.
 
-    The method is computed in every batch, and its result is chosen or not, element by element: a compiled step has a
-    single variant, members of a population decide for themselves, and gradients flow to the method's settings. Targets
-    that are not mixed become a `Mixture` in which the partners have weight 0; so a loss of yours must give the same for
-    class indices and for the dense targets that they stand for. With `host`, the method runs in the batches that are
-    chosen only, and may change shapes; a compiled step then runs it between two compiled parts.
+    The method is computed in every batch, and its result is chosen or not, element by element, so that a compiled step
+    has a single variant. Targets that are not mixed become a `Mixture` in which the partners have weight 0. With
+    `host`, the method runs only in the batches that are chosen, and may change shapes; a compiled step then runs it
+    between two compiled parts.
 
     Events: those of the method. Its name, slots and draws are those of the method, so that constraints on its order
     hold. Reports `name/chosen`: 1 or 0, or the share of the examples.
@@ -65,8 +64,8 @@ def sometimes(
     Args:
         method: The method. It must act in training steps, not only at INIT.
         p: The probability, in [0, 1]; an `hparam` or a schedule may be given, and no gradient flows to it.
-        per_example: Decide for each example, (N,), where the method changes single examples of the batch, along their
-            first dimension. What it remembers besides the batch must not change.
+        per_example: Decide for each example, (N,); the method must change single examples of the batch, along their
+            first dimension, and nothing else.
         host: Decide on the host; always so for a method that acts there.
 
     Raises:

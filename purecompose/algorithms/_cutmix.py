@@ -54,9 +54,9 @@ def cutmix_batch(
 
     Returns:
         The images, and the targets: a `Mixture` whose second half of terms are the partners' targets, weighted by the
-        share of the image that was pasted. `mixture.soft(outputs)` returns soft targets. Maps are returned as they
-        were given, a tensor or a `Mixture`, with the partner's box pasted in. The box is scaled to maps of another
-        size: the positions inside are those whose centre is inside the images' box.
+        share of the image that was pasted. Maps are returned as they were given, a tensor or a `Mixture`, with the
+        partner's box pasted in. The box is scaled to maps of another size: the positions inside are those whose centre
+        is inside the images' box.
 
     Raises:
         TypeError: Inputs are not one tensor (N, C, H, W), targets are not tensors, or there is no key although
@@ -155,14 +155,11 @@ def cutmix(
         y' = (1 - t) y + t y[pi],   t = area of the box / area of the image
 
     with one random permutation pi and one box per batch; t is the share of the *partner*, measured on the clipped box.
-    The targets themselves are kept in a `Mixture` of two terms until the loss stage resolves them: as soft targets or,
-    with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on targets (label smoothing, MixUp,
-    CutMix again) act on the terms, so all of them compose, in any order.
+    The targets are kept in a `Mixture` of two terms until the loss stage resolves them: as soft targets or, with
+    `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Methods on targets compose in any order.
 
-    Targets that are maps, as in segmentation, are pasted like the images: every pixel keeps the class of the image that
-    it comes from, and nothing is mixed. The box is scaled to maps of another size; see `cutmix_batch`.
-
-    Mixing happens before the batch is split, so the result does not depend on the number of microbatches.
+    Targets that are maps, as in segmentation, are pasted like the images, and nothing is mixed; see `cutmix_batch`.
+    Mixing happens before the batch is split.
 
     Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
 
@@ -170,9 +167,8 @@ def cutmix(
         alpha: Both parameters of the Beta distribution from which the box's share of the area is drawn, at least 0.
             With the number 0 the algorithm never matches. An `hparam` or a schedule may be given; no gradient flows to
             it.
-        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the result is
-            the same; it is correct also for losses that are not linear in their targets. The loss must support the
-            reduction "none".
+        interpolate_loss: Mix the losses of the two targets instead of the targets, which is correct also for losses
+            that are not linear in their targets. The loss must support the reduction "none".
         uniform_sampling: Make every pixel equally likely to be replaced; by default pixels in the middle are replaced
             more often, as in the paper.
         name: Name of the algorithm and of its draws.

@@ -63,16 +63,14 @@ def ema(
         E <- s E + (1 - s) W,   s = 2^(-u / h)
 
     with W the weights after a step, u the interval between updates and h the half-life, in the same unit; or with a
-    given number s. The first update sets E = W. At the start of a run, where weights move far, s may be smaller: with
-    `warmup` it is s (1 - exp(-n / warmup)) after n updates, as in code for detection, and with `power` it is at most 1
-    - (1 + n)^(-power), as in code for diffusion models. The trainable parameters and the running statistics of
-    normalization layers are averaged. Parameters that are frozen at INIT, even if they are thawed later, and all other
-    buffers are those of the live network: the mean of the vectors of a spectral norm's power iteration, of a queue or
-    of a codebook's entries is not a valid one.
+    given number s. The first update sets E = W. With `warmup`, s is multiplied by 1 - exp(-n / warmup) after n updates;
+    with `power` it is at most 1 - (1 + n)^(-power). The trainable parameters and the running statistics of
+    normalization layers are averaged. Parameters that are frozen at INIT, and all other buffers, are those of the live
+    network.
 
     The slot contains the averages, an `Averages`. Evaluation and prediction with `step=` use them, as in `fit`;
     `to_module(state, weights="ema")` and `with_weights(state, "ema")` return them. Until the first update they are the
-    live weights. The live weights are never changed, so training is the same with and without this method, bit for bit.
+    live weights. Training is the same with and without this method, bit for bit.
 
     Events: INIT; BATCH_END at each averaging step from `start` on; EVAL_START and PREDICT_START, where the averages
     replace the weights in a temporary state. Reads parameters and buffers.
@@ -82,11 +80,10 @@ def ema(
             run: "100ba", "2ep", "0.01dur"; by default "1000ba" unless `smoothing` is given.
         smoothing: The factor s in [0, 1] for each update, instead of a half-life. An `hparam` or a schedule may be
             given, and gradients flow to an hparam.
-        warmup: The number of updates in which s rises to 63 % of its value; 2000 is common. By default it does not.
-        power: The exponent of the upper bound of s; by default there is none.
+        warmup: The number of updates in which s rises to 63 % of its value; 2000 is common.
+        power: The exponent of the upper bound of s.
         start: The time at which averaging begins, a share of the run or a time.
-        every: The interval between updates, counted from the beginning of the run, in the same units; by default every
-            batch. It should be much smaller than the half-life.
+        every: The interval between updates, counted from the beginning of the run, in the same units.
         buffers: Patterns (`fnmatch`) of the names of buffers to average; by default running means and variances.
             `("*",)` averages all floating buffers, `()` none.
         where: Pattern or patterns of the names of parameters and buffers to average, such as "student.*"; by default
@@ -105,9 +102,9 @@ def ema(
         0.99
 
     References:
-        Boris T. Polyak, Anatoli B. Juditsky: Acceleration of Stochastic Approximation by Averaging. SIAM Journal on
-        Control and Optimization 30(4), 1992. Antti Tarvainen, Harri Valpola: Mean Teachers Are Better Role Models.
-        NeurIPS 2017. https://arxiv.org/abs/1703.01780
+        Boris T. Polyak, Anatoli B. Juditsky: Acceleration of Stochastic Approximation by Averaging. SIAM 30(4), 1992.
+        Antti Tarvainen, Harri Valpola: Mean Teachers Are Better Role Models. NeurIPS 2017.
+        https://arxiv.org/abs/1703.01780
     """
     start, every = Time.of(start, TimeUnit.DURATION), Time.of(every, TimeUnit.BATCH)
     factor = _factor(half_life, smoothing, every)

@@ -112,33 +112,25 @@ def gradient_accumulation(
         steps 1 ... k-1:   sum <- sum + n g,   without an update
         step k:            g <- (sum + n g) / (total of n),   then the update, and the sum is reset to 0
 
-    with g a batch's gradient and n the number of terms that its loss averages: examples or, in a loss over tokens, the
-    tokens that are not ignored. So k batches of n examples train like one of k n examples, except for BatchNorm and
-    random draws, in the memory of one. `compose(..., microbatches=k)` does this within one batch of the loader;
-    `gradient_accumulation` does it over several batches.
+    with g a batch's gradient and n the number of terms that its loss averages: examples or tokens that are not ignored.
+    So k batches of n examples train like one of k n examples, except for BatchNorm and random draws.
 
     In a step without an update there are no gradients after AFTER_TRAIN_BATCH: neither the weights nor the optimizer's
-    state change. A parameter is updated if any batch of the group has a gradient for it. A compiled or mapped step
-    cannot check this: there, a parameter without a gradient in the last batch waits for the next group's update. Time
-    counts batches, and so do schedules and intervals of other methods, unless they are given in updates, as "1000up".
-    With `where`, this holds for the parameters that match: they accumulate gradients over k batches and move once,
-    while all others move in every batch. So a costly update, such as the orthogonalization of `optim.muon`, is computed
-    every k-th time. An update is then a batch, also for times in updates, and clipping by norm bounds the gradients
-    that move parameters in this batch.
+    state change. A parameter is updated if any batch of the group has a gradient for it; in a compiled or mapped step,
+    one without a gradient in the last batch waits for the next group's update. Time counts batches, unless it is given
+    in updates, as "1000up". With `where`, the parameters that match move once in k batches, while all others move in
+    every batch, and an update is a batch.
 
-    Groups continue from one epoch to the next. The last batch of a run completes its group, whose mean is over fewer
-    batches, if the run's length in batches is known, from `duration` and `batches_per_epoch`; otherwise its last
-    batches are not applied, with a warning at FIT_END.
+    Groups continue from one epoch to the next. The last batch of a run of known length completes its group; otherwise
+    the batches after the last complete group are not applied, with a warning at FIT_END.
 
-    Events: INIT, FIT_END; BEFORE_TRAIN_BATCH of every k-th step, counted from 1, and of the last, which a program with
-    AFTER_TRAIN_BATCH needs in order to update at all; AFTER_LOSS of every slice, to count its terms (in a program
-    without this event, batches are weighted by their examples); AFTER_TRAIN_BATCH of every step, once, after methods
-    that compute gradients again and before methods that clip them. Reads and replaces: the gradients. The slot contains
-    the sums, as large as the parameters; float32 for parameters in half precision.
+    Events: INIT, FIT_END; BEFORE_TRAIN_BATCH of every k-th step, counted from 1, and of the last; AFTER_LOSS of every
+    slice, to count its terms (in a program without it, batches are weighted by their examples); AFTER_TRAIN_BATCH of
+    every step, once, after methods that compute gradients again and before methods that clip them. Reads and replaces:
+    the gradients. The slot contains the sums, as large as the parameters; float32 for parameters in half precision.
 
     A batch whose gradients are not finite spoils its group, unless such steps are skipped: with `loss_scaling` or
-    `skip_nonfinite` it is left out of the sum, and the mean is over the other batches. If no batch of a group is
-    finite, the update is skipped.
+    `skip_nonfinite` it is left out of the mean.
 
     Args:
         num_steps: k, the number of batches per update; with 1 the algorithm never matches.

@@ -103,8 +103,7 @@ def gradient_noise_scale(
 
         B_simple = tr(Sigma) / |G|^2
 
-    with G the true gradient and Sigma the covariance of the gradients of single examples. The gradient of a much
-    smaller batch is mostly noise, and a much larger one is mostly redundant. Both quantities are estimated from the
+    with G the true gradient and Sigma the covariance of the gradients of single examples. Both are estimated from the
     norms of a step's gradients at two sizes, the size B of the batch and the size b of its parts:
 
         |G|^2     ~ (B |g_B|^2 - b |g_b|^2) / (B - b)
@@ -113,11 +112,10 @@ def gradient_noise_scale(
     Both estimates are unbiased but very noisy, so they are averaged over steps, with decaying weights, before they are
     divided.
 
-    The parts are the step's microbatches, whose gradients are computed anyway: `compose(..., microbatches=2)`, or more.
-    Parts of unequal size are weighted by the terms in their losses, as in the gradient: b is then 1 / mean(1 / b_i), a
-    mean with these weights. In a step without microbatches, the gradient of the first half of the batch is computed in
-    addition, at the cost of half a gradient. The gradient of the other half follows from it, so the result is the same
-    as with two microbatches. With several processes, each process has a part anyway.
+    The parts are the step's microbatches: `compose(..., microbatches=2)`, or more. Parts of unequal size are weighted
+    by the terms in their losses: b is then 1 / mean(1 / b_i), a mean with these weights. In a step without
+    microbatches, the gradient of the first half of the batch is computed in addition, at the cost of half a gradient,
+    with the result of two microbatches.
 
     Events: INIT (the slot), BEFORE_TRAIN_BATCH, AFTER_BACKWARD (the norm of a part), AFTER_TRAIN_BATCH (the norm of the
     batch; before methods that change gradients, such as `sam` and clipping). Reads gradients, outputs and the batch.
@@ -127,8 +125,7 @@ def gradient_noise_scale(
     `slots[name]`.
 
     A step does not change the averages if its gradients are not finite, if it has a single part, or if it has no
-    microbatches and fewer than four examples. Examples should be drawn independently: mixed examples share partners,
-    and the effect of BatchNorm on a part depends on the part.
+    microbatches and fewer than four examples.
 
     Args:
         decay: The factor by which the weight of an estimate falls with each later one, in [0, 1); 0.95 averages over

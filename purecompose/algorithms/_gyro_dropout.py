@@ -119,9 +119,7 @@ class GyroDropout(nn.Module):
     Args:
         p, sigma, tau: See `gyro_dropout`.
         draw: The salt of this layer's draws.
-        place: The buffer, shared by all layers, int64 of shape (6,): the key's two words; the period; the index in the
-            batch of the microbatch's first row; the microbatch's number of rows, 0 if the batch is not split; and the
-            batch's number of rows.
+        place: The buffer, shared by all layers, int64 of shape (6,), as described by `_Place`.
     """
 
     def __init__(self, p: float, sigma: int, tau: int, *, draw: int, place: Tensor) -> None:
@@ -165,19 +163,16 @@ def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, nam
     and in evaluation y = x. In a run of T batches, other masks are chosen every int(T / sigma) * tau batches, so that
     over the run each mask is trained for about as long as if it were chosen once.
 
-    No masks are stored. Mask j of a layer is drawn from (the run's key, layer, j), and the choice from (key, layer,
-    period), so a resumed run continues with the same subnetworks, and so do microbatches, ranks and members of a
-    population. The inputs of these draws (the key, the period and the rows of the batch) are kept in one buffer that
-    all layers share.
+    No masks are stored: mask j of a layer is drawn from (the run's key, layer, j), and the choice from (key, layer,
+    period). The inputs of these draws are kept in one buffer that all layers share.
 
     Events: INIT (replaces every nn.Dropout by a `GyroDropout`, and creates the slot with the length of a period),
     BATCH_START (writes the key and the period), BEFORE_FORWARD and AFTER_FORWARD (with microbatches: writes the range
-    of rows and resets it). Reads the key, the clock and the batch's size; replaces the model and the buffer. Calls of
-    `F.dropout`, the dropout inside attention, `nn.Dropout2d` and similar layers are not replaced, and neither are those
-    in parts of the network without trainable parameters.
+    of rows and resets it). Reads the key, the clock and the batch's size; replaces the model and the buffer. Other
+    dropout is not replaced, nor that in parts without trainable parameters.
 
-    The length of a period is computed at INIT from the run's length, and does not change if the run is extended. The
-    authors use (sigma, tau) = (256, 16) for small networks, (1024, 8) for ResNet-18 and BERT.
+    The length of a period does not change if the run is extended. The authors use (sigma, tau) = (256, 16) for small
+    networks, (1024, 8) for ResNet-18 and BERT.
 
     Args:
         p: The probability of dropping an element, in [0, 1), for every layer; the probabilities of the replaced layers

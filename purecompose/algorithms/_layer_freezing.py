@@ -101,31 +101,28 @@ def layer_freezing(
     stages), and n the number of layers minus one. The first `depth` layers have no gradient and no update: no momentum,
     no weight decay. The backward pass ends at the first layer that trains.
 
-    A layer is a module that directly has trainable parameters, with or without children; layers are in the order of
-    definition, a module before its children. A parameter that is used in several modules belongs to the last of them;
-    the tensors from which a parametrized tensor is computed (as by `weight_norm`) belong to the module that has the
-    parametrized tensor. The last layer is never frozen.
+    A layer is a module that directly has trainable parameters; layers are in the order of definition, a module before
+    its children. See `layers_of` for shared and parametrized ones. The last layer is never frozen.
 
     Events: BATCH_START, from the start on. Reads the time and the network; sets `paused`, the parameters that are not
+        updated in the running step. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
+        `f"{name}/percentage_frozen"`, f. Nothing is remembered between steps.
     updated in the running step. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
     `f"{name}/percentage_frozen"`, f. The frozen layers depend only on the time: nothing is remembered between steps,
     the optimizer's state stays complete, and a run resumed from a checkpoint continues bit for bit.
 
     This is a host algorithm: a compiled step is compiled separately for each depth, of which there are at most S.
 
-    A network of one layer is silently not changed. In a program of several players (`Grad(..., wrt=pattern)`), the step
-    raises an error if all layers of a player are frozen, since nothing is left to differentiate.
-
-    BatchNorm's statistics of frozen layers are still updated. A module that has only buffers does not count as a layer.
+    A network of one layer is silently not changed. In a program of several players, the step raises an error if all
+    layers of a player are frozen.
 
     Args:
         freeze_start: The time at which freezing begins, a share of the run in [0, 1]; with 1 the algorithm never
             matches.
         freeze_level: The share of the layers, excluding the last one, that is frozen at the end of the run, in [0, 1];
             with 0 the algorithm never matches.
-        num_stages: The number of equal stages in which the share grows, at least 2. The first stage begins one stage
-            length after `freeze_start`, and the last one at the end of the run. With `None` the share follows every
-            batch: there are as many depths as layers, and a compiled step is compiled separately for each depth.
+        num_stages: The number of equal stages in which the share grows, at least 2; the first begins one stage length
+            after `freeze_start`, and the last at the end of the run. With `None` the share follows every batch.
         where: Pattern or patterns (`fnmatch`) of the names of parameters that are frozen in turn, such as "backbone.*";
             by default all. n counts the layers that have such parameters.
         name: Name of the algorithm and prefix of its metrics.

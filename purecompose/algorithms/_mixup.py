@@ -96,21 +96,17 @@ def mixup(
         X' = (1 - t) X + t X[pi],     y' = (1 - t) y + t y[pi]
 
     with one random permutation pi per batch, and one t per batch or, with `per_example`, per example; t in [0, 1/2] is
-    the share of the *partner*. The targets themselves are kept in a `Mixture` of two terms until the loss stage
-    resolves them: as soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on
-    targets (label smoothing, CutMix, MixUp again) act on the terms, so all of them compose, in any order.
-
-    Mixing happens before the batch is split, so the result does not depend on the number of microbatches. One t per
-    batch preserves the mean of the batch; shares per example preserve it only on average.
+    the share of the *partner*. The targets are kept in a `Mixture` of two terms until the loss stage resolves them: as
+    soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Methods on targets compose in any
+    order. Mixing happens before the batch is split.
 
     Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
 
     Args:
         alpha: Both parameters of the Beta distribution from which the partner's share is drawn, at least 0. With the
             number 0 the algorithm never matches. An `hparam` or a schedule may be given; no gradient flows to it.
-        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the result is
-            the same; it is correct also for losses that are not linear in their targets. The loss must support the
-            reduction "none".
+        interpolate_loss: Mix the losses of the two targets instead of the targets, which is correct also for losses
+            that are not linear in their targets. The loss must support the reduction "none".
         per_example: Draw a separate share for each example instead of one for the batch.
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the input, one tensor; defaults to the state's input field.

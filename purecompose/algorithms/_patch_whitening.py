@@ -88,20 +88,19 @@ def patch_whitening(
         filters = (V / sqrt(l + eps))^T and their negatives
 
     The patches are all those of the kernel's size, one pixel apart, in what the layer is given in a pass of the first
-    batch through the network in training mode; the layer's stride and padding have no influence. With d numbers in a
-    patch and C output channels, the k = min(d, C // 2) components of the largest eigenvalues have filters: channel i
-    has that of the i-th component, and channel k + i its negative. All other channels keep their drawn weights. The
-    bias is not changed, and trains.
+    batch through the network in training mode. With d numbers in a patch and C output channels, the k = min(d, C // 2)
+    components of the largest eigenvalues have filters: channel i has that of the i-th component, and channel k + i its
+    negative. All other channels keep their drawn weights. The bias is not changed, and trains.
 
-    By default the weight is frozen from INIT on. Otherwise it trains from the filters on, which replace copies of the
-    drawn weight that optimizers and other methods keep since INIT.
+    If the weight is not frozen, the filters also replace copies of the drawn weight that optimizers and other methods
+    keep since INIT.
 
     Events: INIT, to check the layer and to freeze its weight; AFTER_DATALOADER of the run's first batch, after methods
     that augment or mix examples; with a time, BATCH_START until then, to set `paused`. Reads the batch's inputs, and
-    replaces the weight. Before the first batch the layer has its drawn weights. A resumed run does not whiten again.
+    replaces the weight.
 
     This is a host algorithm: a compiled step has one variant more, for the first batch. The moments, in float64, are
-    those of the whole batch, which each of several processes passes through the network. They are not differentiated.
+    those of the whole batch, and are not differentiated.
 
     Args:
         layer: The qualified name of an `nn.Conv2d`; by default the first one in the order of definition.

@@ -76,39 +76,37 @@ def per_example_clipping(
         g <- 1/N sum_i g_i min(1, C / |g_i|) + sigma C / N z,   z ~ N(0, I)
 
     with g_i the gradient of the loss of example i, |g_i| its Euclidean norm over all trainable parameters, N the number
-    of examples in the batch, C the bound `max_norm` and sigma `noise_multiplier`. Without noise, this prevents a single
-    outlier from dominating a step. With noise, it is the gradient of differentially private training; the privacy of a
-    run (epsilon and delta) is not computed here, and the other requirements are listed below.
+    of examples in the batch, C the bound `max_norm` and sigma `noise_multiplier`. The privacy of a run (epsilon and
+    delta) is not computed.
 
-    The gradients of single examples belong to the same computation as the step: its loss with the algorithms that act
-    before it, without frozen parameters, and with each example's dropout and augmentation as drawn in the batch. They
-    are computed by `torch.func.vmap` after the step's own gradient, so they do not depend on microbatches or on the
-    scale of loss scaling; if several processes share the batch, each computes those of its part. All examples have
-    equal weight; in a loss per token, an example's loss is the mean over its tokens. If the model computes its own
-    loss, it is called with a batch of one example.
+    The gradients are those of the step's loss with the algorithms that act before it, without frozen parameters, and
+    with each example's dropout and augmentation as drawn in the batch. They are computed by `torch.func.vmap` after the
+    step's own gradient; several processes compute those of a part each. All examples have equal weight: in a loss per
+    token, an example's loss is the mean over its tokens. If the model computes its own loss, it is called with a batch
+    of one example.
 
-    Events: AFTER_TRAIN_BATCH, after other methods that compute gradients again, such as `sam`, whose gradients it
+    Events: AFTER_TRAIN_BATCH, after other methods that compute gradients again and before those that collect or clip
+        gradients. Replaces the gradients without reading them; adds `metrics[f"{name}/clipped"]`, the share of examples
+        that were scaled down, and `metrics[f"{name}/norm"]`, the mean of |g_i|. If the gradient of one example is not
+        finite, neither is the batch's.
     overwrites, and before methods that collect or clip gradients. Replaces the gradients without reading them; adds
     `metrics[f"{name}/clipped"]`, the share of examples that were scaled down, and `metrics[f"{name}/norm"]`, the mean
     of |g_i|. Remembers nothing. If the gradient of one example is not finite, neither is the batch's.
 
     Layers must treat each example separately: batch normalisation in training, and layers that update running
-    statistics, are rejected. Your own layers that mix examples are not detected: they are called with a batch of one.
+    statistics, are rejected. Your own layers that mix examples are not detected.
 
-    A claim of privacy also requires: an accountant; batches drawn at random as it assumes, each divided by the expected
-    batch size (here, by the actual one); no publication of values that are not private, such as loss, metrics and batch
-    statistics; and noise from an unpredictable generator, which Philox is not. MixUp and CutMix make an example of two
-    records, so that each record is part of two examples; `selective_backprop` reads all records to choose.
+    A claim of privacy also requires an accountant; batches drawn as it assumes, each divided by the expected batch size
+    (here, by the actual one); no publication of loss, metrics and batch statistics; and noise from an unpredictable
+    generator, which Philox is not.
 
     Args:
         max_norm: C, above 0; with infinity the algorithm never matches. An hparam or a schedule may be given here and
-            for the noise: the default of an hparam is checked; later values are not. The median of the norms is a good
-            first value; the metric f"{name}/norm" reports their mean.
+            for the noise.
         noise_multiplier: Sigma, the standard deviation of the noise in the sum of the gradients, in units of
-            `max_norm`; 0 for no noise. Values around 1 are common for private training.
-        chunk_size: The number of examples whose gradients, each as large as the parameters, are in memory at a time; by
-            default all examples of this process. With 1 the gradients are computed one after the other without `vmap`,
-            which is slow but works for any network.
+            `max_norm`.
+        chunk_size: The number of examples whose gradients are in memory at a time; by default all of this process. With
+            1 the gradients are computed without `vmap`, which is slow but works for any network.
         name: Name of the algorithm, of its draws and of its metrics.
 
     Raises:

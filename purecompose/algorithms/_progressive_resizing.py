@@ -145,28 +145,20 @@ def progressive_resizing(
 
     Events: AFTER_DATALOADER, before the last part f of the run. Reads and replaces: the batch's images, and with
     `resize_targets` its targets. Reports in `metrics`, as numbers: `f"{name}/height"` and `f"{name}/width"`, the new
-    size in pixels, and `f"{name}/scale_factor"`, s before rounding to a size. In the last
-    part of the run the method does not act and reports nothing.
+    size in pixels, and `f"{name}/scale_factor"`, s before rounding to a size.
 
-    This is a host algorithm: sizes depend on time, and a compiled step is compiled separately for each size. If the
-    length of an epoch is known, t changes with every batch; otherwise, in a run measured in epochs, only between
-    epochs.
-
-    The network must accept images of every size, like networks that end with a global pooling.
+    This is a host algorithm: sizes depend on time, and a compiled step is compiled separately for each size.
 
     Args:
         mode: "resize" shrinks images; "crop" cuts out a window at a random position, one for the batch.
-        initial_scale: The scale of both sides at first, in [0, 1]; with 1 the algorithm never matches. 0 starts with
-            the smallest size.
+        initial_scale: The scale of both sides at first, in [0, 1]; with 1 the algorithm never matches.
         finetune_fraction: The share of the run at its end with images of full size, in [0, 1]; with 1 the algorithm
             never matches.
         delay_fraction: The share of the run at its start with the initial scale, in [0, 1]. The two fractions add up
             to at most 1.
-        size_increment: Sides become multiples of this number of pixels, unless they are shorter than it. A greater
-            increment means fewer sizes, for each of which a compiled step is compiled separately.
+        size_increment: Sides become multiples of this number of pixels, unless they are shorter than it.
         resize_targets: Treat the target as a mask (N, H, W) or (N, C, H, W), which is changed like its image. "auto"
-            does so if it has more than two dimensions and the last two have the images' size. With `False` the target
-            is not read.
+            does so if it has more than two dimensions and the last two have the images' size.
         name: Name of the algorithm, of its draws and of its metrics.
         input_field: Field of the batch with the images; defaults to the state's input field.
         target_field: Field of the batch with the targets; defaults to the state's target field.

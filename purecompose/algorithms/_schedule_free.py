@@ -77,10 +77,10 @@ def schedule_free(beta: Annotated[float, Within(0, 1, below=True)] = 0.9, *, nam
         z <- z + (the optimizer's update of y)
         x <- x + c (z - x),   c = w / (sum of w so far),   w = (greatest learning rate so far)^2
 
-    x, a running mean of z, is the result of training and is used in evaluation. The optimizer is that of the step. It
-    should not have momentum, since beta replaces it: use `sgd(lr)`, or `adamw(lr, betas=(0.0, 0.999))`; with momentum
-    there is a warning, and both act. Its weight decay is applied at y. Its rate may warm up, but should not decrease.
-    w uses the learning rate of the optimizer, not of its groups; if it has none, x is the plain mean.
+    x, a running mean of z, is the result of training and is used in evaluation. The step's optimizer should not have
+    momentum, since beta replaces it: use `sgd(lr)`, or `adamw(lr, betas=(0.0, 0.999))`. Its weight decay is applied at
+    y. Its rate may warm up, but should not decrease. w uses the learning rate of the optimizer, not of its groups; if
+    it has none, x is the plain mean.
 
     The slot contains z, and x as `Averages`. Evaluation and prediction with `step=` use x, as in `fit`;
     `to_module(state, weights="schedule_free")` and `with_weights` return it. BatchNorm's statistics are those of y, and

@@ -33,9 +33,8 @@ FullEvery: TypeAlias = Annotated[int, Within(0, hint="2 is for every other batch
 def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: Keep = 0.5) -> Tensor:
     """Draw examples without replacement, preferring those with greater loss.
 
-    Ranks are drawn and then looked up, so the draw depends only on the order of the losses. Equal losses rank in
-    the batch's order. NaN ranks lowest, because training on such an example would turn every weight into NaN; it
-    can still be drawn. +inf ranks highest.
+    The draw depends only on the order of the losses. Equal losses rank in the batch's order, NaN ranks lowest and +inf
+    highest.
 
     Args:
         key: A random key.
@@ -138,37 +137,31 @@ def selective_backprop(
     The method is active from `start` to `end` (fractions of the run), except in every `full_every`-th batch of an
     epoch, which is used completely.
 
-    The loss of an example is the mean over its positions that count, for a language model without the padding. If the
-    model computes its own loss (`losses.ModelLoss`), one number for the batch, examples are ranked by the cross entropy
-    of the outputs' `logits` and the labels that `ModelLoss(labels=...)` names.
+    The loss of an example is the mean over its positions that count. If the model computes its own loss
+    (`losses.ModelLoss`), examples are ranked by the cross entropy of the outputs' `logits` and the labels that
+    `ModelLoss(labels=...)` names.
 
-    Events: AFTER_DATALOADER, where the trait SELECTS_EXAMPLES puts it first (also INIT, to check the loss, and
-    BATCH_START and AFTER_FORWARD, to check the batch's members and a model's own outputs from the first batch on).
-    Reads params, buffers and the batch; replaces the batch by the chosen examples, in the order in which they were
-    drawn. Entries of lists with one entry per example are chosen on the host: a batch with such a list waits for the
-    device and cannot be traced.
-
-    It saves time if less than about two thirds of the examples are kept, since the extra forward pass costs about a
-    third of a step.
+    Events: AFTER_DATALOADER, where the trait SELECTS_EXAMPLES puts it first; INIT, BATCH_START and AFTER_FORWARD, to
+    check the loss, the batch's members and a model's own outputs from the first batch on. Reads params, buffers and the
+    batch; replaces the batch by the chosen examples, in the order in which they were drawn.
 
     Args:
         start: The fraction of the run at which the method becomes active, in [0, 1].
         end: The fraction of the run at which it ends, exclusive, in [0, 1], greater than `start`.
         keep: The share of examples to keep, in (0, 1]; with 1 the algorithm never matches.
-        scale_factor: Factor in (0, 1] by which images are shrunk for the extra pass; below 1 only for inputs
-            (N, C, ...) with 1 to 3 dimensions after the channels. The model must accept inputs of that size; outputs
-            (N, C, ...) for each position are enlarged to the size of the targets, such as masks.
-        full_every: The number of batches of which one is used completely, counted in each epoch; 0 for no such
-            batches. With 1 the algorithm never matches.
+        scale_factor: Factor in (0, 1] by which images (N, C, ...) of 1 to 3 dimensions are shrunk for the extra pass.
+            Outputs (N, C, ...) for each position are enlarged to the size of the targets, such as masks.
+        full_every: The number of batches of which one is used completely, counted in each epoch; 0 for none. With 1 the
+            algorithm never matches.
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the input; defaults to the state's input field.
         target_field: Field of the batch with the target; defaults to the state's target field. Ignored if
             `ModelLoss(labels=...)` names the labels.
 
     Raises:
-        TypeError, ValueError: At INIT: a loss that has no `reduction`, or a `ModelLoss` without `labels`. A loss that
-            ignores it raises when the selection starts. In the first step: with `scale_factor` below 1, inputs that are
-            not images, or outputs whose logits are missing or do not fit the labels of a `ModelLoss`.
+        TypeError, ValueError: At INIT: a loss that has no `reduction`, or a `ModelLoss` without `labels`. In the first
+            step: with `scale_factor` below 1, inputs that are not images; logits that are missing or do not fit the
+            labels.
         KeyError: In the first step: the batch has no such input or target.
 
     Example:

@@ -65,13 +65,11 @@ def set_batch_sequence_length(
         batch: A mapping, a tuple, a tensor, or any other batch.
         length: The new length, at least 1. If it is not less than L, nothing is done.
         truncate: Keep the first `length` positions of every tensor with the sequences' length: ids, masks and labels
-            (N, L), dense labels (N, C, L), and attention masks (L, L), (N, L, L) or (N, ..., L, L) in both dims, except
-            that floating (N, L, L) are taken for embeddings. Other members are unchanged. If False, the tokens of all
-            examples are concatenated and cut into rows of the new length: there are more examples than before, and a
-            row may begin in one example and end in the next. Fewer than `length` tokens at the end are dropped.
-        preserve_end_of_sequence: When truncating, move the entry at each row's last valid position (the last one in
-            "attention_mask") to the last position that is kept, in every tensor with a row for each example. Rows that
-            are already short enough are unchanged.
+            (N, L), dense labels (N, C, L), and attention masks (L, L), (N, L, L) or (N, ..., L, L) in both dims;
+            floating (N, L, L) are taken for embeddings. If False, the tokens of all examples are concatenated and cut
+            into rows of the new length; fewer than `length` tokens at the end are dropped.
+        preserve_end_of_sequence: When truncating, move the entry at each row's last valid position (by
+            "attention_mask") to the last position that is kept, in every tensor with a row for each example.
 
     Returns:
         A new batch of the same structure; the same object if `length` is not less than L.
@@ -119,32 +117,21 @@ def seq_length_warmup(
     replaces: the batch. Reports in `metrics`, as numbers: `f"{name}/curr_seq_len"` and `f"{name}/curr_bs"`, the new
     length and number of examples of the batch.
 
-    This is a host algorithm: lengths depend on time, and a compiled step is compiled separately for each length; see
-    `step_size`.
+    This is a host algorithm: lengths depend on time, and a compiled step is compiled separately for each length.
 
-    Time counts the batch as it was loaded: `timestamp.sample` and `timestamp.token` count it before it is shortened. So
-    a run of a given number of samples or tokens uses the same data with and without the method.
-    Everything else sees the shortened batch: `state.num_examples`, microbatches (split after shortening, so that
-    `microbatch_size` is respected when `truncate=False` makes more rows), the loss, and draws for each example.
-
-    Labels stay at the positions of their tokens. A model that shifts labels itself (labels equal to ids) has no target
-    for the last position and does not predict the first token of a row; cutting rows into shorter ones makes more such
-    ends. Labels shifted in advance (labels[t] = ids[t + 1]) lose nothing at a cut. `preserve_end_of_sequence` moves the
-    end token together with its own label, which is correct where labels equal ids; with labels shifted in advance the
-    end token becomes an input but not a target.
+    Time counts the batch as it was loaded; everything else sees the shortened batch: `state.num_examples`,
+    microbatches, the loss, and draws for each example.
 
     The state's input must be token ids (N, L) or embeddings (N, L, D); if the input is the whole batch, as for
     `losses.model_loss`, they are found as described in `set_batch_sequence_length`.
 
     Args:
-        duration: The warm-up's share of the run, in [0, 1]. With 0 the algorithm never matches: there is no warm-up and
-            no limit.
+        duration: The warm-up's share of the run, in [0, 1]. With 0 the algorithm never matches.
         min_seq_length: The length at the start, tokens; at least 2 for a model that shifts its labels itself, whose
             loss of a single token is NaN.
-        max_seq_length: The length from the end of the warm-up on, tokens. Longer batches are cut to it until the end of
-            the run; shorter batches are complete as soon as the ramp has reached their length.
-        step_size: The number of tokens by which the length grows at a time. A compiled step is compiled separately for
-            every length; `compile` allows 32 by default.
+        max_seq_length: The length from the end of the warm-up on, tokens; longer batches are cut to it until the end of
+            the run.
+        step_size: The number of tokens by which the length grows at a time.
         truncate: Cut sequences off if True, otherwise split them into more rows; see `set_batch_sequence_length`.
         preserve_end_of_sequence: Keep the token at the end of each row when cutting it off.
         name: Name of the algorithm and prefix of its metrics.
@@ -162,8 +149,7 @@ def seq_length_warmup(
 
     References:
         Conglong Li et al.: The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT
-        Models. NeurIPS 2022, first as Curriculum Learning: A Regularization Method for Efficient and Stable
-        Billion-Scale GPT Model Pre-Training, 2021. https://arxiv.org/abs/2108.06084
+        Models. NeurIPS 2022. https://arxiv.org/abs/2108.06084
     """
     _check_lengths("seq_length_warmup", min_seq_length, max_seq_length)
     _check_ways("seq_length_warmup", truncate, preserve_end_of_sequence)

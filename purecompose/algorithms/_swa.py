@@ -73,16 +73,12 @@ def swa(
 
         lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
-    Only the schedule of the rate is changed and its base value is kept, so that a weight decay which follows the
-    schedule (`decoupled_sgdw`, `decoupled_weight_decay`) still follows it, and training before `start` is the same as
-    without `swa_lr`, bit for bit. A rate of 0, which a schedule cannot change, is replaced by `swa_lr` with a schedule
-    that begins at 0; a decay that follows the schedule then begins at 0, too.
+    Only the schedule of the rate is changed, so a weight decay that follows the schedule still follows it. A rate of 0
+    is replaced by `swa_lr` with a schedule that begins at 0.
 
-    BatchNorm's statistics are those of the live weights at the last update, and wrong for the average. From `end` on
-    each batch is therefore also passed through the averaged network, forward only, to update them: they become means
-    over these batches, with every module except BatchNorm in evaluation mode. For a network without BatchNorm this is
-    left out. The whole batch is processed in one pass, without gradients, whatever the microbatches of training. A
-    batch whose statistics are not finite is ignored. If no batches are left at the end of the run, use
+    BatchNorm's statistics are those of the live weights, and wrong for the average. From `end` on each batch is
+    therefore also passed through the averaged network, forward only and in one pass, and they become means over these
+    batches; a batch whose statistics are not finite is ignored. If no batches are left at the end of the run, use
     `with_statistics(state, data, weights="swa")`. All other buffers are the live ones.
 
     The slot contains the averages, an `Averages`. Evaluation and prediction with `step=` use them, as in `fit`;
@@ -95,10 +91,8 @@ def swa(
 
     Args:
         start: The time at which averaging begins, a share of the run or a time.
-        end: The time of the last update, later than `start`; the following batches update the statistics. With a share
-            of 1 no batches follow, which suits networks without batch statistics.
-        every: The interval between updates, in batches, epochs or as a share of the run. The first update is at the
-            first batch from `start` on, or, with an interval in epochs, at the first that ends an epoch.
+        end: The time of the last update, later than `start`; with a share of 1 no batches follow.
+        every: The interval between updates, in batches, epochs or as a share of the run.
         swa_lr: The final learning rate, at least 0; by default the learning rate is not changed.
         anneal_strategy: The shape of the change to `swa_lr`, "linear" or "cosine".
         anneal_steps: The number of intervals over which the rate changes, at least 1.
