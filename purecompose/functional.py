@@ -16,33 +16,42 @@ selective backprop does in a step.
 """
 
 from purecompose._support.exports import publish
-from purecompose.algorithms._alternating_flip import alternating_flip_batch as alternating_flip_batch
-from purecompose.algorithms._augmix import augmix_batch as augmix_batch
-from purecompose.algorithms._batch_size_warmup import warmup_batch_size as warmup_batch_size
-from purecompose.algorithms._channels_last import to_channels_last as to_channels_last
-from purecompose.algorithms._colout import colout_batch as colout_batch
+from purecompose.algorithms._around_updates import (
+    perturb_params as perturb_params,
+    pull_back as pull_back,
+    schedule_free_step as schedule_free_step,
+)
+from purecompose.algorithms._averages import add_to_mean as add_to_mean, compute_ema as compute_ema
+from purecompose.algorithms._batch_sizes import warmup_batch_size as warmup_batch_size
+from purecompose.algorithms._convolutions import to_channels_last as to_channels_last
+from purecompose.algorithms._crops_and_flips import (
+    alternating_flip_batch as alternating_flip_batch,
+    random_crop_batch as random_crop_batch,
+)
 from purecompose.algorithms._cutmix import cutmix_batch as cutmix_batch, cutmix_box as cutmix_box
-from purecompose.algorithms._cutout import cutout_batch as cutout_batch
-from purecompose.algorithms._ema import compute_ema as compute_ema
+from purecompose.algorithms._dropout import (
+    gyro_dropout_mask as gyro_dropout_mask,
+    gyro_dropout_period as gyro_dropout_period,
+)
+from purecompose.algorithms._erasing import colout_batch as colout_batch, cutout_batch as cutout_batch
 from purecompose.algorithms._gradient_clipping import (
     clip_adaptively as clip_adaptively,
     clip_by_norm as clip_by_norm,
     clip_by_value as clip_by_value,
 )
-from purecompose.algorithms._gradient_noise_scale import (
+from purecompose.algorithms._image_operations import (
+    augmix_batch as augmix_batch,
+    randaugment_batch as randaugment_batch,
+)
+from purecompose.algorithms._initial_weights import whitening_filters as whitening_filters
+from purecompose.algorithms._label_smoothing import smooth_labels as smooth_labels
+from purecompose.algorithms._layer_freezing import frozen_layers as frozen_layers, layers_of as layers_of
+from purecompose.algorithms._measurements import (
     critical_batch_size as critical_batch_size,
     estimate_noise as estimate_noise,
 )
-from purecompose.algorithms._gyro_dropout import (
-    gyro_dropout_mask as gyro_dropout_mask,
-    gyro_dropout_period as gyro_dropout_period,
-)
-from purecompose.algorithms._label_smoothing import smooth_labels as smooth_labels
-from purecompose.algorithms._layer_freezing import frozen_layers as frozen_layers, layers_of as layers_of
-from purecompose.algorithms._lookahead import pull_back as pull_back
 from purecompose.algorithms._mixup import mixup_batch as mixup_batch
 from purecompose.algorithms._parts.surgery import apply_surgery as apply_surgery
-from purecompose.algorithms._patch_whitening import whitening_filters as whitening_filters
 from purecompose.algorithms._per_example_clipping import (
     clip_per_example as clip_per_example,
     norms_per_example as norms_per_example,
@@ -51,10 +60,6 @@ from purecompose.algorithms._progressive_resizing import (
     progressive_scale as progressive_scale,
     resize_batch as resize_batch,
 )
-from purecompose.algorithms._randaugment import randaugment_batch as randaugment_batch
-from purecompose.algorithms._random_crop import random_crop_batch as random_crop_batch
-from purecompose.algorithms._sam import perturb_params as perturb_params
-from purecompose.algorithms._schedule_free import schedule_free_step as schedule_free_step
 from purecompose.algorithms._selective_backprop import (
     choose_by_loss as choose_by_loss,
     select_using_loss as select_using_loss,
@@ -63,7 +68,6 @@ from purecompose.algorithms._seq_length_warmup import (
     set_batch_sequence_length as set_batch_sequence_length,
     warmup_length as warmup_length,
 )
-from purecompose.algorithms._swa import add_to_mean as add_to_mean
 from purecompose.algorithms._test_time_averaging import average_over_views as average_over_views
 from purecompose.algorithms.images.samples import sample_transform as sample_transform
 from purecompose.nn.layers.convolutions import (

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from purecompose._support.exports import publish
 from purecompose.algorithms._alibi import alibi as alibi
-from purecompose.algorithms._alternating_flip import alternating_flip as alternating_flip
-from purecompose.algorithms._attention import qk_norm as qk_norm
-from purecompose.algorithms._augmix import augmix as augmix
-from purecompose.algorithms._batch_size_warmup import batch_size_warmup as batch_size_warmup
-from purecompose.algorithms._channels_last import channels_last as channels_last
-from purecompose.algorithms._colout import colout as colout
+from purecompose.algorithms._around_updates import lookahead as lookahead, sam as sam, schedule_free as schedule_free
+from purecompose.algorithms._averages import ema as ema, swa as swa
+from purecompose.algorithms._batch_sizes import (
+    batch_size_warmup as batch_size_warmup,
+    gradient_accumulation as gradient_accumulation,
+)
 from purecompose.algorithms._combined import (
     COMBINED as COMBINED,
     chain as chain,
@@ -27,27 +27,30 @@ from purecompose.algorithms._combined import (
 )
 from purecompose.algorithms._convolutions import (
     blurpool as blurpool,
+    channels_last as channels_last,
     pool_first as pool_first,
     squeeze_excite as squeeze_excite,
     weight_standardization as weight_standardization,
 )
+from purecompose.algorithms._crops_and_flips import alternating_flip as alternating_flip, random_crop as random_crop
 from purecompose.algorithms._cutmix import cutmix as cutmix
-from purecompose.algorithms._cutout import cutout as cutout
-from purecompose.algorithms._decoupled_weight_decay import decoupled_weight_decay as decoupled_weight_decay
-from purecompose.algorithms._ema import ema as ema
-from purecompose.algorithms._factorize import factorize as factorize
-from purecompose.algorithms._feed_forward import activation as activation, gated_linear_units as gated_linear_units
-from purecompose.algorithms._gradient_accumulation import gradient_accumulation as gradient_accumulation
+from purecompose.algorithms._dropout import gyro_dropout as gyro_dropout, stochastic_depth as stochastic_depth
+from purecompose.algorithms._erasing import colout as colout, cutout as cutout
 from purecompose.algorithms._gradient_clipping import gradient_clipping as gradient_clipping
-from purecompose.algorithms._gradient_noise_scale import gradient_noise_scale as gradient_noise_scale
-from purecompose.algorithms._gradient_norm import gradient_norm as gradient_norm
-from purecompose.algorithms._gyro_dropout import gyro_dropout as gyro_dropout
-from purecompose.algorithms._initialize import initialize as initialize
+from purecompose.algorithms._image_operations import augmix as augmix, randaugment as randaugment
+from purecompose.algorithms._initial_weights import initialize as initialize, patch_whitening as patch_whitening
 from purecompose.algorithms._label_smoothing import label_smoothing as label_smoothing
 from purecompose.algorithms._layer_freezing import layer_freezing as layer_freezing
-from purecompose.algorithms._logit_softcap import logit_softcap as logit_softcap
-from purecompose.algorithms._lookahead import lookahead as lookahead
-from purecompose.algorithms._loss_scaling import loss_scaling as loss_scaling
+from purecompose.algorithms._linear_layers import (
+    activation as activation,
+    factorize as factorize,
+    gated_linear_units as gated_linear_units,
+)
+from purecompose.algorithms._measurements import (
+    gradient_noise_scale as gradient_noise_scale,
+    gradient_norm as gradient_norm,
+    training_metrics as training_metrics,
+)
 from purecompose.algorithms._mixup import mixup as mixup
 from purecompose.algorithms._no_op_model import no_op_model as no_op_model
 from purecompose.algorithms._norms import (
@@ -56,22 +59,21 @@ from purecompose.algorithms._norms import (
     low_precision_groupnorm as low_precision_groupnorm,
     low_precision_layernorm as low_precision_layernorm,
 )
-from purecompose.algorithms._patch_whitening import patch_whitening as patch_whitening
+from purecompose.algorithms._optimizer_settings import (
+    decoupled_weight_decay as decoupled_weight_decay,
+    scale_schedule as scale_schedule,
+)
+from purecompose.algorithms._overflow import loss_scaling as loss_scaling, skip_nonfinite as skip_nonfinite
 from purecompose.algorithms._per_example_clipping import per_example_clipping as per_example_clipping
 from purecompose.algorithms._progressive_resizing import progressive_resizing as progressive_resizing
-from purecompose.algorithms._randaugment import randaugment as randaugment
-from purecompose.algorithms._random_crop import random_crop as random_crop
-from purecompose.algorithms._sam import sam as sam
-from purecompose.algorithms._scale_schedule import scale_schedule as scale_schedule
-from purecompose.algorithms._schedule_free import schedule_free as schedule_free
 from purecompose.algorithms._selective_backprop import selective_backprop as selective_backprop
 from purecompose.algorithms._seq_length_warmup import seq_length_warmup as seq_length_warmup
-from purecompose.algorithms._skip_nonfinite import skip_nonfinite as skip_nonfinite
-from purecompose.algorithms._stochastic_depth import stochastic_depth as stochastic_depth
-from purecompose.algorithms._swa import swa as swa
 from purecompose.algorithms._test_time_averaging import test_time_averaging as test_time_averaging
-from purecompose.algorithms._training_metrics import training_metrics as training_metrics
-from purecompose.algorithms._value_embeddings import value_embeddings as value_embeddings
+from purecompose.algorithms._transformers import (
+    logit_softcap as logit_softcap,
+    qk_norm as qk_norm,
+    value_embeddings as value_embeddings,
+)
 from purecompose.core.algorithm import Algorithm
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from purecompose import State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import augmix
-from purecompose.algorithms._augmix import _chains
+from purecompose.algorithms._image_operations import _chains
 from purecompose.algorithms._parts.images import one_operation_each
 from purecompose.algorithms.images import SETS, Primitive, Scale
 from purecompose.functional import augmix_batch

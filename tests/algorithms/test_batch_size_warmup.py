@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import purecompose as pc
 from purecompose import Algorithm, Event, compose, loop_events, on
-from purecompose.algorithms._batch_size_warmup import batch_size_warmup, warmup_batch_size
+from purecompose.algorithms._batch_sizes import batch_size_warmup, warmup_batch_size
 from tests.algorithms import method_helpers as helpers
 
 

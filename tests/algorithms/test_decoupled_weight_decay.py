@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, optim, schedule
-from purecompose.algorithms._decoupled_weight_decay import decoupled_weight_decay
+from purecompose.algorithms._optimizer_settings import decoupled_weight_decay
 from purecompose.optim.wrapping import Decaying, DecayRule, Guarded
 from tests.algorithms.averaging_checks import BATCHES, cnn_state, states_after
 from tests.helpers import assert_close, assert_same, make_state

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, algorithms as alg, compose, loop_events, optim
-from purecompose.algorithms._ema import compute_ema, ema
+from purecompose.algorithms._averages import compute_ema, ema
 from purecompose.time import Time
 from tests.algorithms.averaging_checks import (
     BATCHES,

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import purecompose as pc
 from purecompose import losses, optim
 from purecompose.algorithms import activation, gated_linear_units
-from purecompose.algorithms._feed_forward import ACTIVATIONS
+from purecompose.algorithms._linear_layers import ACTIVATIONS
 from purecompose.nn.layers import FeedForward, GatedLinearUnit, SelfAttention, SquaredReLU
 from purecompose.nn.models import gpt
 from tests.algorithms.surgery_checks import applied, hooked, patched

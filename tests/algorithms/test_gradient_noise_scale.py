@@ -9,16 +9,11 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, State, compose, loop_events, losses, optim, tree
+from purecompose.algorithms._around_updates import sam
 from purecompose.algorithms._gradient_clipping import gradient_clipping
-from purecompose.algorithms._gradient_noise_scale import (
-    NoiseScale,
-    critical_batch_size,
-    estimate_noise,
-    gradient_noise_scale,
-)
-from purecompose.algorithms._loss_scaling import loss_scaling
+from purecompose.algorithms._measurements import NoiseScale, critical_batch_size, estimate_noise, gradient_noise_scale
+from purecompose.algorithms._overflow import loss_scaling
 from purecompose.algorithms._per_example_clipping import per_example_clipping
-from purecompose.algorithms._sam import sam
 from purecompose.testing.tasks import make_task
 from tests.algorithms import method_helpers as helpers
 

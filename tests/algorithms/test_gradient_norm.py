@@ -5,8 +5,8 @@ import torch
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, on, tree
-from purecompose.algorithms._gradient_norm import gradient_norm, norm_of
-from purecompose.algorithms._loss_scaling import loss_scaling
+from purecompose.algorithms._measurements import gradient_norm, norm_of
+from purecompose.algorithms._overflow import loss_scaling
 from tests.algorithms import method_helpers as helpers
 
 

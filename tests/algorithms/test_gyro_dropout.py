@@ -11,7 +11,7 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import random, tree
-from purecompose.algorithms._gyro_dropout import GyroDropout, gyro_dropout, gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms._dropout import GyroDropout, gyro_dropout, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms._selective_backprop import selective_backprop
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose

@@ -11,9 +11,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, tree
-from purecompose.algorithms._gradient_norm import gradient_norm
 from purecompose.algorithms._layer_freezing import _share, frozen_layers, layer_freezing, layers_of
-from purecompose.algorithms._loss_scaling import loss_scaling
+from purecompose.algorithms._measurements import gradient_norm
+from purecompose.algorithms._overflow import loss_scaling
 from purecompose.time import Timestamp
 from tests.algorithms import method_helpers as helpers
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import State, algorithms as alg, compose, loop_events, optim, schedule, tree
-from purecompose.algorithms._gradient_accumulation import gradient_accumulation
-from purecompose.algorithms._lookahead import lookahead, pull_back
+from purecompose.algorithms._around_updates import lookahead, pull_back
+from purecompose.algorithms._batch_sizes import gradient_accumulation
 from purecompose.surgery.weights import averages_in
 from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers

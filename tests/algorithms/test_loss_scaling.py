@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
-from purecompose.algorithms._loss_scaling import LossScale, loss_scaling, next_scale
+from purecompose.algorithms._overflow import LossScale, loss_scaling, next_scale
 from tests.algorithms import method_helpers as helpers
 
 

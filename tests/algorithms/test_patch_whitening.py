@@ -76,7 +76,7 @@ def test_components_whose_moments_are_small_compared_with_eps_stay_small() -> No
 
 def test_large_batches_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = whitening_filters(IMAGES, (3, 2))
-    monkeypatch.setattr("purecompose.algorithms._patch_whitening._MOST_NUMBERS", 5 * 18 * 81)
+    monkeypatch.setattr("purecompose.algorithms._initial_weights._MOST_NUMBERS", 5 * 18 * 81)
     torch.testing.assert_close(whitening_filters(IMAGES, (3, 2)), whole, rtol=1e-9, atol=1e-9)
 
 

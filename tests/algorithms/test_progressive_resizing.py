@@ -13,7 +13,7 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import random, tree
-from purecompose.algorithms._colout import colout
+from purecompose.algorithms._erasing import colout
 from purecompose.algorithms._progressive_resizing import progressive_resizing, progressive_scale, resize_batch
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose

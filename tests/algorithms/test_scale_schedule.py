@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings, strategies as st
 import purecompose as pc
 from purecompose import Checkpoints, State, compose, fit, loop_events, optim, schedule, training
 from purecompose.algorithms import gyro_dropout, loss_scaling, mixup
-from purecompose.algorithms._scale_schedule import scale_schedule
+from purecompose.algorithms._optimizer_settings import scale_schedule
 from purecompose.time import RunLength
 from tests.helpers import assert_same, make_batches, make_mlp, make_state, run_steps
 

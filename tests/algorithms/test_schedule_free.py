@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, optim, schedule
-from purecompose.algorithms._gradient_accumulation import gradient_accumulation
-from purecompose.algorithms._schedule_free import schedule_free, schedule_free_step
+from purecompose.algorithms._around_updates import schedule_free, schedule_free_step
+from purecompose.algorithms._batch_sizes import gradient_accumulation
 from tests.algorithms.averaging_checks import BATCHES, averages_of, cnn_state, states_after
 from tests.helpers import assert_close, assert_same, make_batches, make_mlp, make_state, run_steps
 

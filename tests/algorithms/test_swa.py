@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim, schedule
-from purecompose.algorithms._swa import add_to_mean, swa
+from purecompose.algorithms._averages import add_to_mean, swa
 from purecompose.optim.base import progress
 from purecompose.optim.wrapping import Guarded
 from purecompose.schedule import Scalar

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on
-from purecompose.algorithms._ema import ema
-from purecompose.algorithms._schedule_free import schedule_free
-from purecompose.algorithms._swa import swa
+from purecompose.algorithms._around_updates import schedule_free
+from purecompose.algorithms._averages import ema, swa
 from purecompose.surgery.weights import (
     Averages,
     averages_in,

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on, tree
-from purecompose.algorithms._sam import perturb_params
+from purecompose.algorithms._around_updates import perturb_params
 from purecompose.core.layout import Layout
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Microbatches
@@ -322,7 +322,7 @@ def test_an_evaluation_of_different_data_is_refused(ranks: list[dict[str, Any]],
 
 
 def test_the_noise_scale_is_that_of_the_processes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["purecompose.algorithms._gradient_noise_scale"], "_of_half")
+    monkeypatch.delattr(sys.modules["purecompose.algorithms._measurements"], "_of_half")
     step = compose(loop_events, [alg.gradient_noise_scale()])
     halves = compose(loop_events, [alg.gradient_noise_scale()], microbatches=2)
     state, batch = step.init(make_state()), make_batch(0, 8)

@@ -1,4 +1,4 @@
-"""ColOut: drops random rows and columns of the images, so that images are smaller and steps faster."""
+"""CutOut and ColOut, which leave out parts of images: squares, or rows and columns."""
 
 from functools import partial
 from typing import Annotated, Any, TypeAlias
@@ -9,7 +9,7 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._support.checks import shown
 from purecompose.algorithms._parts.checks import Field, WrittenField
-from purecompose.algorithms._parts.images import TakesTargets, map_targets, with_images_and_targets
+from purecompose.algorithms._parts.images import TakesTargets, map_targets, with_images, with_images_and_targets
 from purecompose.algorithms.images.levels import check_image_tensor, whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
@@ -18,6 +18,138 @@ from purecompose.random.keys import as_rng
 from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
+
+
+_LENGTH_HINT = "it is a share of the shorter side, not a number of pixels; 0.5 is common, 0.25 milder"
+Length: TypeAlias = Annotated[float, Within(0, 1, above=True, hint=_LENGTH_HINT)]
+NumHoles: TypeAlias = Annotated[int, Within(0)]
+
+
+@checked
+def cutout_batch(
+    key: Tensor | random.Rng,
+    images: Tensor,
+    *,
+    num_holes: NumHoles = 1,
+    length: Length = 0.5,
+    uniform_sampling: bool = False,
+    per_example: bool = False,
+) -> Tensor:
+    """Cover square patches of images.
+
+    The gradient with respect to the images is 1 outside the holes and 0 inside.
+
+    Args:
+        key: A random key.
+        images: (N, C, H, W), or one image (C, H, W), of any dtype (uint16 from torch 2.13 on).
+        num_holes, length, uniform_sampling, per_example: See `cutout`. A side below two pixels covers nothing.
+
+    Returns:
+        The images with holes, of the shape and dtype of `images`.
+
+    Raises:
+        TypeError, ValueError: `images` is not a tensor of such a shape, or there is no key.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> cutout_batch(key(0), torch.arange(1, 17).view(1, 4, 4), length=0.5)
+        tensor([[[ 0,  0,  3,  4],
+                 [ 0,  0,  7,  8],
+                 [ 9, 10, 11, 12],
+                 [13, 14, 15, 16]]])
+    """
+    check_image_tensor(images, "cutout_batch: images")
+    rng = as_rng(key, "cutout_batch")
+    height, width = images.shape[-2:]
+    half = whole_part(length, min(height, width)) // 2
+    if half == 0 or num_holes == 0 or not images.numel():
+        return images
+    num_sets = images.shape[0] if per_example and images.ndim == 4 else 1
+    rows, columns = _drawn(rng, (num_sets, num_holes), half, (height, width), uniform_sampling)
+    # (1 or N, 1, H, W), by comparing positions instead of indexing.
+    in_rows, in_columns = _in_reach(rows, half, height), _in_reach(columns, half, width)
+    is_hole = (in_rows.unsqueeze(-1) & in_columns.unsqueeze(-2)).any(1, keepdim=True).to(images.device)
+    return torch.where(is_hole if images.ndim == 4 else is_hole.squeeze(0), images.new_zeros(()), images)
+
+
+@factory
+def cutout(
+    num_holes: NumHoles = 1,
+    length: Length = 0.5,
+    *,
+    uniform_sampling: bool = False,
+    per_example: bool = False,
+    name: str = "cutout",
+    input_field: WrittenField = None,
+) -> Algorithm:
+    """Cover square patches of the images.
+
+    With H rows and W columns, a = floor(length min(H, W)) and h = a // 2, each of `num_holes` holes has a random center
+    (y, x) and covers
+
+        rows y - h, ..., y + h - 1   and   columns x - h, ..., x + h - 1,
+
+    clipped to the image, in all channels: a square with sides of 2 h pixels. Centers are drawn uniformly inside the
+    image, so holes are cut off at its borders, and pixels there are covered less often. With `uniform_sampling` they
+    are drawn from all positions where the hole touches the image, and every pixel is covered equally often.
+
+    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, the whole
+    batch in one call.
+
+    Args:
+        num_holes: The number of holes; with 0 the algorithm never matches.
+        length: The side of a hole as a share of the images' shorter side, in (0, 1].
+        uniform_sampling: Cover each pixel with the same probability; by default pixels near the border are covered
+            less often.
+        per_example: Draw separate holes for each image instead of one set for the batch.
+        name: Name of the algorithm and of its draws.
+        input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
+
+    Raises:
+        TypeError, ValueError: In the step: the inputs are not images.
+
+    Example:
+        >>> cutout(length=0.25)
+        cutout(num_holes=1, length=0.25, uniform_sampling=False, per_example=False)
+        >>> cutout(0).match
+        never
+
+    References:
+        Terrance DeVries, Graham W. Taylor: Improved Regularization of Convolutional Neural Networks with Cutout. 2017.
+        https://arxiv.org/abs/1708.04552
+    """
+    settings = {"num_holes": num_holes, "length": length}
+    covered = partial(cutout_batch, **settings, uniform_sampling=uniform_sampling, per_example=per_example)
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        return with_images(state, name, input_field, covered)
+
+    return Algorithm(
+        name,
+        NEVER if num_holes == 0 else on(Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
+    )
+
+
+def _drawn(
+    rng: random.Rng, shape: tuple[int, int], half: int, sides: tuple[int, int], is_uniform: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns of random centers, int64 of this shape."""
+    # Uniform draws range over all positions where a hole reaches into the image: 2 * half of them cover each pixel.
+    beyond = half - 1 if is_uniform else 0
+    rows, columns = (
+        random.randint(rng.named(axis), shape, -beyond, side + beyond + is_uniform)
+        for axis, side in zip(("row", "column"), sides, strict=True)
+    )
+    return rows, columns
+
+
+def _in_reach(middles: Tensor, half: int, size: int) -> Tensor:
+    """Return which positions holes with these middles cover, with one more dim."""
+    places, middles = torch.arange(size, device=middles.device), middles.unsqueeze(-1)
+    return (places >= middles - half) & (places < middles + half)
 
 
 Share: TypeAlias = Annotated[float, Within(0, 1, hint="it is the share of rows or columns to drop; 0.15 is common")]
