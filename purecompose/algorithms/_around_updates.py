@@ -64,12 +64,14 @@ def sam(
         e = rho g(w) / (|g(w)| + epsilon),   then the optimizer's step from w with g(w + e)
 
     with g the gradient of the step's loss and |g| its norm over all trainable parameters. Both gradients use the same
-    batch, microbatches, algorithms and draws, such as the same mixture and dropout. The reported loss and the changes
-    to buffers are those of the first pass, so that BatchNorm counts the batch once; other algorithms and the optimizer
-    use the second gradient. The parameters are never moved to w + e and back, so there is no rounding, and the
-    optimizer is not wrapped: its state is in the checkpoint as usual.
+    batch, microbatches, algorithms and draws. The reported loss and the changes to buffers are those of the first pass;
+    other algorithms and the optimizer use the second gradient. The parameters are never moved to w + e and back, and
+    the optimizer is not wrapped.
 
     Events: AFTER_TRAIN_BATCH of one step in `every`, counted from 1, before methods that clip gradients. Reads and
+        replaces: the gradients; reports in `metrics` the loss at w + e minus the loss at w, as f"{name}/sharpness".
+        Under loss scaling a step in which either gradient overflows is skipped. In a program with several `Grad`s, the
+        last one before the event is computed again, at a point moved along all gradients.
     replaces: the gradients; reports in `metrics` the loss at w + e minus the loss at w, as f"{name}/sharpness".
     Remembers nothing. Under loss scaling both gradients are scaled, and a step in which either overflows is skipped. In
     a program with several `Grad`s, the last one before the event is computed again, at a point moved along all
@@ -77,10 +79,9 @@ def sam(
 
     Args:
         rho: The distance from w to w + e, at least 0; with 0 the algorithm never matches. An `hparam` or a schedule may
-            be given: the default of an hparam is checked; later values are not.
+            be given.
         epsilon: Added to the norm of the gradient, at least 1e-30.
-        every: The number of steps from one such step to the next. A rho of 0.05 in each step is common; with every=10
-            and a rho of 0.5, a tenth of the extra cost brings most of the gain.
+        every: The number of steps from one such step to the next.
         per_rank: In a step of several processes (`data_parallel`), each process moves along the gradient of its own
             part of the batch instead of the whole batch's, so that each part has its own point (m-sharpness in the
             paper, which found that small parts generalise better). This needs one more gradient, also in a single
@@ -153,12 +154,14 @@ def lookahead(
     state is not changed.
 
     Events: INIT; BATCH_END of one step in `every`, counted from 1. Reads and replaces: the parameters that were
+        trainable at INIT and still are. The slot contains the slow weights, by name, at first those at INIT: load other
+        weights before.
     trainable at INIT and still are. The slot contains the slow weights, by name. Initially they are the weights at
     INIT, so load other weights before `step.init`.
 
     Args:
         alpha: The share of the way that is kept, in [0, 1]; with 1 the algorithm never matches. An `hparam` or a
-            schedule may be given: the default of an hparam is checked; later values are not. 0.5 and 0.8 are common.
+            schedule may be given. 0.5 and 0.8 are common.
         every: k, the number of steps from one move back to the next; 5 and 10 are common.
         name: Name of the algorithm and of its slot.
 

@@ -301,33 +301,26 @@ def batch_size_warmup(
         s(t) = s0 + (1 - s0) t / d,   n = m max(1, floor(s(t) N / m))
 
     with t the fraction of the run that is over, d the warm-up's share of it, s0 the initial share of a batch, and m the
-    `multiple`: the first n of N examples are used, and from t = d on all of them. Early in a run the gradient is large
-    relative to its noise, so a few examples estimate it well enough.
+    `multiple`: the first n of N examples are used, and from t = d on all of them.
 
     Events: AFTER_DATALOADER, while t < d, before methods that choose or change examples (`Trait.SELECTS_EXAMPLES`).
+        Reads and replaces: the batch. Reports in `metrics`, as a number: `f"{name}/batch_size"`, the number of examples
+        used.
     Reads and replaces: the batch. Reports in `metrics`, as a number: `f"{name}/batch_size"`, the number of examples
     used. After the warm-up the method does not act and reports nothing.
 
-    **The other examples are dropped**: the run uses them only if the order of another epoch puts them first in a batch.
-    The number of steps, the schedules and the run's length do not change, because time and `timestamp.sample` count the
-    whole batch. Examples must be in random order, as from a shuffling loader; the first examples of a sorted batch are
-    not a representative sample.
-
-    The learning rate is not changed. To scale it with the batch size (the linear rule), give it a schedule with the
-    same line: `0.1 * schedule.linear(s0, 1.0, t_max="0.3dur")`. If batches grow instead of a decay of the learning
-    rate, leave out that decay.
+    **The other examples are dropped.** The number of steps and the schedules do not change, because time counts the
+    whole batch. Examples must be in random order. The learning rate is not changed; a schedule with the same line
+    scales it: `0.1 * schedule.linear(s0, 1.0, t_max="0.3dur")`.
 
     This is a host algorithm: sizes depend on time, and a compiled step is compiled separately for each size. Everything
-    else sees the reduced batch: `state.num_examples`, microbatches, the loss, and draws for each example (which are the
-    same as in the whole batch).
+    else sees the reduced batch.
 
     Args:
         duration: The warm-up's share of the run, in [0, 1]; with 0 the algorithm never matches.
-        initial_share: The share of each batch at the start, in [0, 1]; with 1 the algorithm never matches. 0 starts
-            with one `multiple`.
-        multiple: Sizes are multiples of this number of examples; defaults to an eighth of the batch, rounded up, so
-            that there are at most eight sizes. A batch with no more examples than that is not reduced. A compiled step
-            is compiled separately for every size; `compile` allows 32 by default.
+        initial_share: The share of each batch at the start, in [0, 1]; with 1 the algorithm never matches.
+        multiple: Sizes are multiples of this number of examples; defaults to an eighth of the batch, rounded up. A
+            batch with no more examples than that is not reduced.
         name: Name of the algorithm and of its metric.
 
     Raises:

@@ -88,12 +88,10 @@ def random_crop(
     Events: AFTER_DATALOADER. Reads and replaces the batch's images, and targets that are masks.
 
     Args:
-        padding: p in pixels; with 0 the algorithm never matches. 4 is common for images of 32 pixels, 2 in short runs.
-        mode: What is beyond the border: "reflect" for the image reflected at it, the border's pixels not repeated, or
+        padding: p in pixels; with 0 the algorithm never matches.
             "zeros".
         crop_targets: Treat the target as a mask (N, H, W) or (N, C, H, W), which is moved with its image. "auto" does
-            so if it has more than two dimensions and the last two have the images' size. With `False` the target is not
-            read.
+            so if it has more than two dimensions and the last two have the images' size.
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
         target_field: Field of the batch with the targets; defaults to the state's target field.
@@ -211,23 +209,20 @@ def alternating_flip(
         mirrored(i, e) = d_i xor (e odd),   P(d_i) = 1/2
 
     with e the number of epochs finished and d_i a random bit of example i, which follows from a key in the slot. So any
-    two consecutive epochs contain each image in both forms, whereas random mirroring repeats the form of half of the
-    images.
+    two consecutive epochs contain each image in both forms.
 
-    An example is recognised in each epoch by a hash of its image's content, of large images of a grid of about a
-    thousand pixels. It needs images that come from the data without random changes: the method acts before all others
-    that augment or mix the batch, but if the loader augments, the hash is another one in each epoch, and mirroring is
-    random as usual. In this case give `field`. Equal images are mirrored in the same epochs.
+    An example is recognised in each epoch by a hash of its image's content. If the loader augments images, the hash is
+    another one in each epoch, and mirroring is random as usual: give `field`. Equal images are mirrored in the same
+    epochs. The method acts before all others that augment or mix the batch.
 
-    Events: INIT, where the key is drawn; AFTER_DATALOADER. Reads the batch's images, the examples' numbers if `field`
-    is given, and the targets unless `mirror_targets=False`; replaces the images, and targets that are mirrored. The
-    epoch is read from the clock, so a step compiles once; data without epochs stay in epoch 0.
+    Events: INIT, where the key is drawn; AFTER_DATALOADER. Reads the batch's images and the clock; replaces the images,
+    and targets that are mirrored. A step compiles once; data without epochs stay in epoch 0.
 
     Args:
         field: Field of the batch with the number of each example in the data, integers (N,), in place of the hash.
         mirror_targets: Mirror targets with their images: "auto" those with more than two dimensions of which the last
-            two have the images' size, such as masks; `True` all, along their last dimension. With `False` the target is
-            not read. Coordinates, as of boxes and key points, are not changed.
+            two have the images' size; `True` all, along their last dimension. Coordinates, as of boxes, are not
+            changed.
         name: Name of the algorithm, of its slot and of the draw at INIT.
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
         target_field: Field of the batch with the targets; defaults to the state's target field.
@@ -271,10 +266,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _content(images: Tensor) -> Tensor:
     """Return a hash of each image's bits, int64 (N,): a sum of pixels with unlike factors modulo 2**64.
 
-    Of large images it reads a grid of about a thousand pixels, so that it takes little of a step's time.
-
-    Sums of integers have no rounding, so that the order of memory, the device and the batch do not matter. Folding the
-    hash into a key mixes its bits.
+    Of large images it reads a grid of about a thousand pixels. Sums of integers have no rounding, so that the order of
+    memory, the device and the batch do not matter.
     """
     every = max(1, images.shape[1:].numel() // 1024)
     images = images.detach()[..., :: math.isqrt(every), :: every // math.isqrt(every)]

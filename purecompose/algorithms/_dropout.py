@@ -51,28 +51,25 @@ def stochastic_depth(
         "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
         in evaluation            act((1 - p) F(x) + S(x))
 
-    A transformer block consists of two of these in a row: its attention and its feed-forward part are branches with
-    separate draws, both with the block's p.
+    A transformer block consists of two of these in a row, with separate draws and the block's p.
 
     Block i of L, in the order of definition, has the rate p (uniform) or p (i + 1) / L (linear). With `drop_warmup` w
     all rates are multiplied by min(t / w, 1).
 
-    Blocks are recognised by the names of their children. Blocks of `purecompose.nn.models` and of torchvision's
-    residual networks are replaced, see `purecompose.nn.layers.residuals`, unless they directly have parameters, buffers
-    or hooks, or a forward set on the instance. In blocks of timm and Hugging Face with a `drop_path` (see
-    `purecompose.nn.layers.drop_paths`), of any rate, it is replaced by `purecompose.nn.layers.DropPath`: there, a
-    skipped branch still updates its buffers, and the activation is still applied after it. The transformers of
-    `torch.nn`, and those of Hugging Face without `drop_path` (BERT, GPT-2), are not changed, and neither are parts of
-    the network without trainable parameters.
+    Blocks of `purecompose.nn.models` and of torchvision's residual networks are replaced, see
+    `purecompose.nn.layers.residuals`, unless they directly have parameters, buffers or hooks, or a forward set on the
+    instance. In blocks of timm and Hugging Face with a `drop_path` (see `purecompose.nn.layers.drop_paths`), it is
+    replaced by `purecompose.nn.layers.DropPath`: there, a skipped branch still updates its buffers, and the activation
+    is still applied after it. Other transformers, and parts of the network without trainable parameters, are not
+    changed.
 
     Events: INIT, and BATCH_START if rates vary. Reads the clock; replaces the model, and writes the rates, a buffer of
     each block.
 
     Args:
         stochastic_method: "block" for one draw for the whole batch and branch, "sample" for one for each example.
-        drop_rate: The probability that a branch is skipped, in [0, 1]; for "linear", in the last block. With the
-            number 0 the algorithm never matches. An `hparam` or a schedule may be given: the default of an hparam is
-            checked, later values are not.
+        drop_rate: The probability that a branch is skipped, in [0, 1]; for "linear", in the last block. With the number
+            0 the algorithm never matches. An `hparam` or a schedule may be given.
         drop_distribution: "linear" for rates that rise with the depth, "uniform" for equal rates.
         drop_warmup: The time during which rates rise from 0: a share of the run, or a time such as "0.1dur", "2ep",
             "500ba".

@@ -89,18 +89,15 @@ def cutout(
 
         rows y - h, ..., y + h - 1   and   columns x - h, ..., x + h - 1,
 
-    clipped to the image, in all channels: a square with sides of 2 h pixels. Centers are drawn uniformly inside the
-    image, so holes are cut off at its borders, and pixels there are covered less often. With `uniform_sampling` they
+    clipped to the image, in all channels. Centers are drawn uniformly inside the image. With `uniform_sampling` they
     are drawn from all positions where the hole touches the image, and every pixel is covered equally often.
 
-    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, the whole
-    batch in one call.
+    Events: AFTER_DATALOADER. Reads and replaces: the batch's images.
 
     Args:
         num_holes: The number of holes; with 0 the algorithm never matches.
         length: The side of a hole as a share of the images' shorter side, in (0, 1].
-        uniform_sampling: Cover each pixel with the same probability; by default pixels near the border are covered
-            less often.
+        uniform_sampling: Cover each pixel with the same probability, instead of less often near the border.
         per_example: Draw separate holes for each image instead of one set for the batch.
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
@@ -213,7 +210,8 @@ def colout(
     are kept in their order, drawn uniformly without replacement; W' out of W columns are kept in the same way, with
     `p_col`. A target of the images' size, such as a segmentation mask, loses the same rows and columns.
 
-    Events: AFTER_DATALOADER. Reads the batch's images and target; replaces the images,
+    Events: AFTER_DATALOADER. Reads the batch's images and target; replaces the images, and the target if it has their
+        size. A step compiles once.
     and the target if it has their size. The new sizes depend only on the settings, so a step compiles once. The network
     must accept images of the smaller size in training and of the full size in evaluation.
 
@@ -224,7 +222,7 @@ def colout(
             matches.
         p_col: The share of columns to drop, as for rows.
         resize_target: Drop the same rows and columns of the target. "auto" does so if it has more than two dimensions
-            and the last two have the images' size. With `False` the target is not read.
+            and the last two have the images' size.
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
         target_field: Field of the batch with the target; defaults to the state's target field.

@@ -124,21 +124,17 @@ def gradient_clipping(
     direction of each unit, "value" neither.
 
     Events: AFTER_TRAIN_BATCH, after all other methods that set gradients, such as `sam`. Reads and replaces: the
-    gradients; "adaptive" reads the parameters. Remembers nothing. The gradients are those of the whole batch, without
-    the scale of loss scaling and independent of microbatches.
+    gradients of the whole batch; "adaptive" reads the parameters.
 
     NaN is never replaced by a number: with "norm" one NaN makes all gradients NaN, with "adaptive" all of its unit,
     with "value" only itself. "value" clips infinite elements like others; with "norm" and "adaptive" they become NaN,
-    and the other elements (of all gradients or of the unit) become 0, as they do if the norm overflows float32 (from
-    elements of 1.8e19 on). A step with NaN is skipped under loss scaling, or with an optimizer in an
-    `optim.wrapping.Guarded`.
+    and the other elements 0, as they do if the norm overflows float32 (from elements of 1.8e19 on).
 
     Args:
         clipping_type: "norm", "value" or "adaptive".
         clipping_threshold: T, a number above 0; with infinity the algorithm never matches. An hparam or a schedule may
-            be given: the default of an hparam is checked to be at least 0; later values are not. Common values are 0.1
-            to 2 for "norm", 15 for "value" and 0.01 for "adaptive" with batches of 1024 to 4096, up to 0.16 with
-            smaller ones.
+            be given. Common values are 0.1 to 2 for "norm", 15 for "value" and 0.01 for "adaptive" with batches of 1024
+            to 4096, up to 0.16 with smaller ones.
         where: Pattern or patterns (`fnmatch`) of the names of parameters whose gradients are clipped, such as
             "student.*", and of which the norm is taken; by default all.
         exclude: Patterns of the names of parameters whose gradients are not clipped and not included in the

@@ -85,8 +85,7 @@ def randaugment(
     One operation, drawn uniformly from the set, is applied to each image, `depth` times in a row. Its strength is a
     uniform draw up to `severity`; see `purecompose.algorithms.images.primitives` for the operations and strengths.
 
-    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, the whole
-    batch in one call, on the device where they are.
+    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, on the device where they are.
 
     Args:
         severity: The greatest strength of the operations, in [0, 10]. An `hparam` or a schedule may be given. With the
@@ -203,11 +202,9 @@ def augmix(
         a_i = the image after d_i operations, one after the other,   d_i = depth, or uniform in {1, 2, 3}
         X' = (1 - m) X + m (w_1 a_1 + ... + w_W a_W)
 
-    See `purecompose.algorithms.images.primitives` for the operations and their strengths. Only the augmentation of the
-    paper is implemented, not its consistency loss between views.
+    See `purecompose.algorithms.images.primitives` for the operations. The paper's consistency loss is not implemented.
 
-    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, the whole
-    batch in one call, on the device where they are.
+    Events: AFTER_DATALOADER. Reads and replaces: the batch's images, on the device where they are.
 
     Args:
         severity: The greatest strength of the operations, in [0, 10]. An `hparam` or a schedule may be given. With the

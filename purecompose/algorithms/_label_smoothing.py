@@ -71,22 +71,19 @@ def label_smoothing(
 
         y' = (1 - a) y + a / C
 
-    Only the loss sees the smoothed targets: dense ones replace the targets before it (a `Mixture` of them for a mixture
-    and for torch's cross entropy, in whose mean ignored rows would otherwise count), and the originals are restored
-    after it.
+    Only the loss sees the smoothed targets: they replace the targets before it, and the originals are restored after
+    it.
 
-    Smoothing is affine in y, so smoothing each term of a mixture is the same as smoothing the mixed target. Ignored
-    positions become or stay rows of zeros: negative indices, the loss's `ignore_index`, and dense rows of zeros if the
-    loss declares an `ignore_index`. In other losses, as of several labels, such a row is smoothed like any other.
+    Smoothing each term of a mixture is the same as smoothing the mixed target. Ignored positions become or stay rows of
+    zeros: negative indices, the loss's `ignore_index`, and dense rows of zeros if the loss declares an `ignore_index`.
 
     Events: BEFORE_LOSS, AFTER_LOSS (and INIT, to check the loss). Reads `outputs` (their shape); replaces the batch's
     target, and keeps the original target in `slots[name]` between the two events.
 
     Args:
-        smoothing: The share of each target that is spread over all classes, in [0, 1]. With the number 0 the
-            algorithm never matches. An `hparam` or a schedule may be given: gradients flow to an hparam, members of
-            a population may have different values, and an hparam of 0 still matches, because its gradient is not 0.
-            The default of an hparam is checked; later values are not.
+        smoothing: The share of each target that is spread over all classes, in [0, 1]. With the number 0 the algorithm
+            never matches. An `hparam` or a schedule may be given: gradients flow to an hparam, and one of 0 still
+            matches.
         name: Name of the algorithm and of its slot, which exists only between BEFORE_LOSS and AFTER_LOSS.
         target_field: Field of the batch with the target; defaults to the state's target field.
 

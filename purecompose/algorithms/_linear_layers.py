@@ -44,11 +44,9 @@ def factorize(
     The factors come from the truncated singular value decomposition of the layer's weight, so that the network
     continues from the closest function of this rank; at full rank it is the same function. The bias is kept.
 
-    k is an integer, or, if below 1, a share of the smaller of the layer's numbers of inputs and outputs (channels or
-    features). A layer is replaced if this smaller number reaches a minimum; if the two factors need fewer
-    multiplications than the layer, k < F out / (F + out) with F the number of inputs of one output; and if it has one
-    group, a weight that is not shared, no hooks, and no forward set on the instance. The first factor of a layer of
-    zeros is not zero, so that the layer can train.
+    A layer is replaced if the smaller of its numbers of inputs and outputs (channels or features) reaches a minimum; if
+    the two factors need fewer multiplications than the layer, k < F out / (F + out) with F the number of inputs of one
+    output; and if it has one group, a weight that is not shared, no hooks, and no forward set on the instance.
 
     Events: INIT, after the methods that look for complete layers (`Trait.REPLACES_LAYERS`). Reads and replaces: the
     model, its parameters and the optimizer's state.
@@ -155,14 +153,12 @@ def gated_linear_units(
 
         act(W x + b)   becomes   act(G x) * (N x)
 
-    The rest of the block (dropout, the second linear layer, the residual and LayerNorm) is unchanged. G and N have the
-    shape of W, are newly initialised, and have no biases by default; each block has one matrix more than before. To
-    keep the number of parameters, build the network with 2/3 of the hidden width, rounded to a multiple of 8.
+    The rest of the block is unchanged. G and N have the shape of W, are newly initialised, and have no biases by
+    default. To keep the number of parameters, build the network with 2/3 of the hidden width.
 
     It supports `layers.FeedForward`, used by `models.gpt` and `models.vit`, and the blocks of GPT-2, BERT and RoBERTa
     in Hugging Face's transformers. Blocks are not replaced if they override forward, or if their first layer does so or
-    has hooks, parametrized tensors, or a weight that is shared with another layer. Blocks that share their first layer
-    share G and N, and G and N are frozen if it is.
+    has hooks, parametrized tensors, or a weight that is shared with another layer.
 
     Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
 
@@ -248,15 +244,13 @@ def activation(
 
         down(old(up(x)))   becomes   down(act(up(x))),   with act(x) = max(0, x)^2 for "squared_relu"
 
-    The squared ReLU is that of Primer. Weights, their number and the rest of the block do not change; parameters of the
-    old activation are removed. In a block with a gated linear unit, the activation of the gate is replaced. It supports
-    the same blocks as `gated_linear_units`, except for those that override forward.
+    Parameters of the old activation are removed. In a block with a gated linear unit, the activation of the gate is
+    replaced. It supports the blocks of `gated_linear_units` that do not override forward.
 
     Events: INIT. Reads and replaces: the model only.
 
     Args:
-        act_fn: The new activation, one of `ACTIVATIONS`: "gelu", "identity", "relu", "sigmoid", "silu", "squared_relu"
-            or "tanh".
+        act_fn: The new activation, one of `ACTIVATIONS`.
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 

@@ -317,12 +317,10 @@ def training_metrics(
 
     Events: INIT (creates the slot), BATCH_START (resets at the beginning of a period), AFTER_BACKWARD (adds a slice's
     examples), BATCH_END (reports). Reads `outputs` and the batch; adds `metrics[f"train/{metric}"]`, the value over all
-    examples since the beginning of the period. Remembers one accumulator for each metric in `slots[name]`. It does
-    not wait for the device, unless targets are dense, or differ from outputs in dims of size 1.
+    examples since the beginning of the period.
 
-    The outputs are those of the training pass, before the update: with dropout, and with mixed or augmented inputs and
-    mixed targets; examples that a method has left out are not counted. So the values differ from an evaluation of the
-    same examples.
+    The outputs are those of the training pass, before the update: with dropout, mixed or augmented inputs and mixed
+    targets; examples that a method has left out are not counted.
 
     Args:
         metrics: Metrics by name, a list of them, or a single one, as for `evaluate`. If empty, the algorithm never

@@ -109,8 +109,7 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
     Events: INIT, before all other methods. Replaces: the model, its parameters and buffers, the optimizer's state and
     its groups, the loss, and the fields of the model's input and of the target.
 
-    The number of classes of the scores is read from the targets on the host, in evaluation only; such a forward pass
-    is not compiled in one graph.
+    The number of classes of the scores is read from the targets on the host, in evaluation only.
 
     Args:
         name: Name of the algorithm.

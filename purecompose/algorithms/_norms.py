@@ -40,9 +40,8 @@ def ghost_batchnorm(
     Evaluation is unchanged, except that a layer without running statistics also splits its batches there. With
     microbatches, each microbatch is split.
 
-    timm's `BatchNormAct2d`, which contains an activation, is replaced as well; the activation is applied after the
-    parts are joined. Other layers that override forward, or have hooks or parametrized tensors, are not replaced, and
-    neither is `nn.SyncBatchNorm`.
+    timm's `BatchNormAct2d` is replaced as well, with its activation after the parts are joined. Other layers that
+    override forward, or have hooks or parametrized tensors, and `nn.SyncBatchNorm` are not replaced.
 
     Events: INIT. Reads and replaces: the model and its parameters' names; there are no new parameters.
 
@@ -149,10 +148,6 @@ def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorit
 @factory
 def fused_layernorm(*, name: str = "fused_layernorm") -> Algorithm:
     """Return `low_precision_layernorm` under its older name.
-
-    The name referred to a layer norm in one kernel. torch's layer norm is now a single kernel, and a compiled step
-    fuses it with neighbouring operations, so only the other advantage of the method under autocast remains: half
-    precision, without conversions to float32 and back.
 
     Events: INIT, after all other methods. Reads and replaces: the model only.
 

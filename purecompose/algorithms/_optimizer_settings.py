@@ -30,14 +30,11 @@ def decoupled_weight_decay(
 
         theta <- theta - s_t weight_decay theta,   s_t = lr_t / lr_0
 
-    s_t is the current value of the learning rate's schedules, 1 if there are none. The rate itself is not a factor, so
-    the decay need not be tuned again for another rate. With `sgd` and `adam` the result is that of
-    `optim.decoupled_sgdw` and `optim.decoupled_adamw`, element by element; this method works with any optimizer, and
-    can exclude parameters.
+    s_t is the current value of the learning rate's schedules, 1 if there are none. The rate itself is not a factor.
+    With `sgd` and `adam` the result is that of `optim.decoupled_sgdw` and `optim.decoupled_adamw`, element by element.
 
-    The decay is part of the optimizer's update, before the weights move: at INIT the optimizer is wrapped in an
-    `optim.wrapping.Decaying`. So weights do not decay in a step that is skipped or whose gradients are kept for later,
-    nor do parameters without a gradient. A weight decay of the optimizer itself acts in addition, with a warning.
+    At INIT the optimizer is wrapped in an `optim.wrapping.Decaying`, so weights do not decay in a step that is skipped
+    or whose gradients are kept for later, nor do parameters without a gradient.
 
     Events: INIT. Replaces: the optimizer. Remembers nothing.
 
@@ -101,35 +98,27 @@ def scale_schedule(
 
         D' = int(D r)        alpha'(t) = alpha(t / r)
 
-    A run of length D with the multipliers alpha becomes one of length D', whose multipliers follow the same curve from
-    the first value to the last one. Halving the time in this way costs less accuracy than stopping the run halfway,
-    with its learning rate still high.
+    A run of length D with the multipliers alpha becomes one of length D', whose multipliers follow the same curve.
 
-    This is a function from a state to a state, not an algorithm with a `match` and an `apply`: the length of a run and
-    its schedules are set when the state is created, and are scaled at the same point. INIT would be too late: other
-    methods read the run's length there, before or after this one depending on their order; a length passed to `fit` may
-    be set before or after INIT; and a resumed run must not be scaled a second time.
+    This is a function of a state, not an algorithm: at INIT other methods read the run's length, and a resumed run must
+    not be scaled a second time.
 
-    Events: none. Replaces: the optimizer's schedules and the run's length. Remembers nothing: a checkpoint contains the
-    scaled length, and a run is resumed from it with a state that was created in the same way.
+    Replaces: the optimizer's schedules and the run's length. A checkpoint contains the scaled length, and a run is
+    resumed from it with a state that was created in the same way.
 
-    Absolute times are multiplied by the ratio and not rounded; the run's length is rounded down, since a run ends with
-    a whole epoch (or batch, sample, token), which cuts the schedules off there. Times in fractions of the run change
-    with it. A schedule with a warm-up always uses the scaled length for both.
+    Absolute times are multiplied by the ratio and not rounded; the run's length is rounded down. Times in fractions of
+    the run change with it. A schedule with a warm-up always uses the scaled length for both. Times in the settings of
+    other methods are not scaled.
 
     Args:
-        state: A state at its start, before `step.init` (and `fit`, which calls it), where methods may read the run's
-            length. The state of a population is accepted.
+        state: A state at its start, before `step.init`. The state of a population is accepted.
         ratio: The factor, above 0: 0.5 for half the time. With 1 the state itself is returned.
         scale_warmup: Scale warm-ups with absolute times (`warmup="500ba"`), too; those in fractions of the run always
             change.
 
     Returns:
-        The state, with the run length int(D * ratio), in the same unit, and scaled schedules. Everything else is
-        shared. A length passed to `fit(duration=...)` is used as the length of the whole run, without scaling.
-
-    Schedules and times in the settings of other methods are not scaled: those in fractions of the run change with it,
-    and others can be scaled where they are defined, with `purecompose.schedule.scaled`.
+        The state, with the run length int(D * ratio), in the same unit, and scaled schedules. A length passed to
+        `fit(duration=...)` is used without scaling.
 
     Raises:
         TypeError: `state` is not a State, or a setting has the wrong type.

@@ -84,25 +84,22 @@ def loss_scaling(
 
         g = d(s L)/dw / s
 
-    float16 has no number between 0 and 6e-8, and gradients inside a network under `precision="fp16"` are often smaller.
-    So the loss is multiplied by a scale s before the gradient, and the gradients are divided by it right after, slice
-    by slice. If the result is inf or NaN, the step is skipped and s decreases; after many consecutive good steps it
-    increases. A scale that is a power of two does not cause rounding.
+    Gradients under `precision="fp16"` are often smaller than float16's least number, 6e-8. So the loss is multiplied by
+    a scale s before the gradient, and the gradients are divided by it right after, slice by slice. If the result is inf
+    or NaN, the step is skipped and s decreases; after many consecutive good steps it increases.
 
     Events: INIT (creates the slot and wraps the optimizer in one that can skip steps), BEFORE_BACKWARD, AFTER_BACKWARD,
     BATCH_END. Replaces `loss` from BEFORE_BACKWARD to AFTER_BACKWARD, and `grads`; adds `metrics[f"{name}/scale"]`, the
     scale used in the step, 1 in a program without these events, and `metrics[f"{name}/skipped"]`, 1 if its gradients
     were skipped, else 0. Remembers a `LossScale` in `slots[name]`.
 
-    Regardless of its place in the list, the default passes run it last at BEFORE_BACKWARD, so that it scales all
-    changes of other methods to the loss, and first at AFTER_BACKWARD, so that no other method sees scaled gradients
-    (`Trait.SCALES_LOSS`).
+    The default passes run it last at BEFORE_BACKWARD and first at AFTER_BACKWARD, so that no other method sees scaled
+    gradients (`Trait.SCALES_LOSS`).
 
     A skipped step does not change `params` and `opt_state`; with `gradient_accumulation` its batch is left out of the
-    group, and the update uses the other batches. Time advances, and buffers keep what the forward pass wrote, as with
-    `torch.amp.GradScaler`, which uses the same schedule of scales. One gradient that is not finite makes all gradients
-    NaN immediately, so that clipping in between cannot make a bad step look good. The scale stays a normal float32,
-    whose inverse is finite; torch's can fall to 0.
+    group. Time advances, and buffers keep what the forward pass wrote, as with `torch.amp.GradScaler`, which uses the
+    same schedule of scales. One gradient that is not finite makes all gradients NaN. The scale stays a normal float32;
+    torch's can fall to 0.
 
     Args:
         init_scale: The first scale, positive; powers of two do not cause rounding.
@@ -195,8 +192,7 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
         w, opt_state, buffers <- their new values   if the loss and all gradients are finite
                                  their old values   otherwise
 
-    A step is bad if one element is inf or NaN. Both outcomes are computed and one is selected on the device, without
-    waiting for it.
+    Both outcomes are computed and one is selected on the device, without waiting for it.
 
     Events: INIT (creates the slot and wraps the optimizer in one that can skip steps), BATCH_START (remembers the
     buffers), AFTER_TRAIN_BATCH and BATCH_END. Reads the loss and the gradients; replaces buffers, and gradients of a
@@ -204,17 +200,12 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
     `slots[name]`.
 
     At AFTER_TRAIN_BATCH it runs after methods that compute gradients again (`Trait.RENEWS_GRADIENTS`), such as `sam`,
-    and before methods that collect or clip them, so that a bad batch is not part of a group's sum: if it is the last
-    one of a group, the update uses the other batches. There, a bad step's buffers, such as BatchNorm's statistics, are
-    restored, and one element that is not finite, in the loss or a gradient, makes all gradients NaN, so that later
-    clipping cannot make them look good. At BATCH_END other methods read the unchanged weights, whatever their place in
-    the list. Gradients that become bad after AFTER_TRAIN_BATCH are detected by the optimizer, and the buffers are
-    restored at BATCH_END, before weights are averaged.
+    and before methods that collect or clip them. There, a bad step's buffers, such as BatchNorm's statistics, are
+    restored, and all its gradients become NaN. Gradients that become bad later are detected by the optimizer, and the
+    buffers are restored at BATCH_END, before weights are averaged.
 
-    Other methods still act in a skipped step: an average of the weights includes the unchanged ones once more,
-    `lookahead` moves back when it is due, and schedules advance. The loss is reported unchanged. A step without terms
-    in its loss (a batch of padding, whose mean loss is NaN) is also skipped. With `loss_scaling` both methods skip the
-    same steps, and this one restores the buffers.
+    Other methods still act in a skipped step, and schedules advance. The loss is reported unchanged. A step without
+    terms in its loss (a batch of padding, whose mean loss is NaN) is also skipped.
 
     Args:
         name: Name of the algorithm, of its slot and of its metric.

@@ -63,13 +63,11 @@ def test_time_averaging(
         (f(x) + f(M x)) / 2                                           with `mirror`,
         g(x) / 2 + g(S(-s, -s) x) / 4 + g(S(s, s) x) / 4              with a shift of s pixels,
 
-    where g is f, or with `mirror` the mean above. What a shift leaves empty is filled by reflection at the border. The
-    first dimension of outputs is that of the images. Outputs that are maps of the images' size, (..., H, W) with at
-    least three dimensions, are mirrored back; all others are averaged as they are, also maps of another size, for which
-    the method is not suited.
+    where g is f, or with `mirror` the mean above. What a shift leaves empty is filled by reflection at the border.
+    Outputs that are maps of the images' size, (..., H, W) with at least three dimensions, are mirrored back; all others
+    are averaged as they are.
 
-    An evaluation takes two times as long with `mirror`, three times with a shift, and six times with both. Training is
-    not changed. Averaged weights, as those of `ema`, serve for all copies, wherever their method is in the list.
+    Training is not changed. Averaged weights, as those of `ema`, serve for all copies.
 
     Events: EVAL_AFTER_FORWARD, PREDICT_AFTER_FORWARD, with `step=` as for all methods. Reads the batch; reads and
     replaces the outputs. List it after methods that change outputs at these events: AFTER events reverse the order.

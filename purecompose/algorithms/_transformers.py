@@ -34,12 +34,10 @@ def qk_norm(
 
         logits = scale * norm(q)_i norm(k)_j,    norm(x) = x / sqrt(mean(x^2) + eps),   scale = 1 / sqrt(d) by default
 
-    The mean is over the d numbers of a head, so that a logit is at most scale * d, whatever the weights. The norm has
-    no parameters, and biases of attention (`alibi`) are added to the logits as before.
+    The mean is over the d numbers of a head, so that a logit is at most scale * d. The norm has no parameters.
 
     It supports `layers.SelfAttention`, used by `models.gpt` and `models.vit`, and the self-attention of GPT-2, BERT and
-    RoBERTa in Hugging Face's transformers, whose caches then hold normalised keys. Attention that overrides forward is
-    not changed.
+    RoBERTa in Hugging Face's transformers. Attention that overrides forward is not changed.
 
     Events: INIT. Reads and replaces: the model only; parameters keep their names.
 
@@ -141,9 +139,7 @@ def logit_softcap(
 
         logits   become   cap * tanh(logits / cap)
 
-    Small logits hardly change, and the gradient of large ones tends to 0. It acts on the network's last linear layer in
-    the order of definition, which computes the logits in the library's own networks and in most others; choose another
-    layer by `where`.
+    It acts on the network's last linear layer in the order of definition; choose another layer by `where`.
 
     Events: INIT. Reads and replaces: the model only; parameters keep their names.
 
@@ -238,13 +234,11 @@ def value_embeddings(
 
         values of a block   become   a * values + b * E[tokens]
 
-    The embedding E, of the shape of the network's own, is shared by the blocks; each has its numbers a and b, which
-    start at 1. E is initialised as the network's own embedding, normal with standard deviation 0.02. So there are
-    vocabulary * width + 2 * (number of blocks) new parameters.
+    The embedding E, of the shape of the network's own and initialised like it (standard deviation 0.02), is shared by
+    the blocks; each has its numbers a and b, which start at 1.
 
-    It supports the class of `models.gpt`; subclasses that compute in their own way are not changed. The tokens are
-    passed on to the blocks as arguments, so the new blocks take two: methods that look for blocks with one, such as
-    `stochastic_depth`, leave them as they are.
+    It supports the class of `models.gpt`. The tokens are passed on to the blocks as arguments, so methods that look for
+    blocks with one argument, such as `stochastic_depth`, leave the new blocks as they are.
 
     Events: INIT, after `alibi` and `qk_norm`. Reads and replaces: the model, its parameters and the optimizer's state.
 
