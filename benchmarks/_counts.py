@@ -24,11 +24,10 @@ import purecompose as pc
 from purecompose import State, compose, loop_events, losses, optim
 from purecompose._support.device import arithmetic
 from purecompose.nn import models
-from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.capture import capture, fake_mode
 from purecompose.transforms.compilation.messages import memories, messages, write_early
 from purecompose.transforms.compilation.updates import update_in_place
-from purecompose.transforms.signature import Signature
+from purecompose.transforms.signature import FIELDS, Boundary, Signature
 
 
 MODES = ("data_parallel", "step", "layer")

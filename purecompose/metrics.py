@@ -35,22 +35,20 @@ from purecompose.losses import (
     num_terms,
     share_of_mean,
 )
-from purecompose.losses.class_metrics import (
-    accuracy as accuracy,
-    balanced_accuracy as balanced_accuracy,
-    f1 as f1,
-    iou as iou,
-    top_k as top_k,
-)
 from purecompose.losses.evaluation import check_pairs
 from purecompose.losses.metric import (
     Device,
     Mean as Mean,
     Metric as Metric,
+    accuracy as accuracy,
+    balanced_accuracy as balanced_accuracy,
     counting as counting,
+    f1 as f1,
     init_mean,
+    iou as iou,
     is_lower_better as is_lower_better,
     of_loss as of_loss,
+    top_k as top_k,
 )
 from purecompose.losses.targets import Mixture, num_examples as count_examples, per_row
 

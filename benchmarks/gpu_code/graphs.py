@@ -14,9 +14,8 @@ from purecompose import State, Step
 from purecompose._support.device import arithmetic
 from purecompose.transforms.compilation import building
 from purecompose.transforms.compilation.backends import Compiled
-from purecompose.transforms.compilation.boundary import FIELDS, Boundary
 from purecompose.transforms.compilation.capture import Captured
-from purecompose.transforms.signature import Signature
+from purecompose.transforms.signature import FIELDS, Boundary, Signature
 
 
 class Graph(NamedTuple):

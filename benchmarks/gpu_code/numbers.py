@@ -14,8 +14,7 @@ from torch import Tensor, fx
 from benchmarks.gpu_code.graphs import compiling_for_gpu
 from purecompose import State, Step
 from purecompose.transforms.compilation.backends import Compiled
-from purecompose.transforms.donation import LASTING
-from purecompose.transforms.signature import Signature
+from purecompose.transforms.signature import LASTING, Signature
 
 
 FIELDS = (*LASTING, "key", "loss", "metrics")

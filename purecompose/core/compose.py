@@ -18,7 +18,7 @@ from purecompose._support.device import arithmetic
 from purecompose._support.internals import GradMode, called_by_dynamo, get_eval_frame_callback, without_dynamo
 from purecompose.batch.fields import aliases
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.application import Outside, application
+from purecompose.core.application import Matcher, Outside, application
 from purecompose.core.clock import Clock
 from purecompose.core.composable import (
     as_algorithms,
@@ -35,15 +35,13 @@ from purecompose.core.composable import (
     warn_of_whole_batches,
     with_usual_loop,
 )
-from purecompose.core.context import Context, SealedTime, Static
+from purecompose.core.context import Context, SealedTime, Static, describe_moment
 from purecompose.core.contract import Contract, Observe
 from purecompose.core.gradient import wants_outer_gradient
 from purecompose.core.layout import Cut
 from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
-from purecompose.core.matching import Matcher
 from purecompose.core.operation import SINGLE, Carry, Lowered, Members, Node, Operation, Place, Purpose, walk
-from purecompose.core.overview import describe_moment
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes
 from purecompose.core.plan import Plan, make_plan
 from purecompose.core.program import Program, StateFn, Update, events_in

@@ -1,24 +1,26 @@
-"""The static part of a state: its context, which is constant in a run, the host's counters, and changes of both.
+"""The static part of a state: its context, which is constant in a run, the host's counters, and an overview of both.
 
 Equality compares structure and configuration and ignores the counters, so that states of different times and seeds
 can be mapped, stacked and subtracted.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches
+from purecompose import batch as batches, tree
 from purecompose._support.objects import fingerprint, in_words
+from purecompose._support.tables import columns, fragment, note
 from purecompose.core.clock import Clock
 from purecompose.core.layout import Layout
 from purecompose.core.loss import scalars_of
 from purecompose.losses import ModelLoss
-from purecompose.losses.weights import without_weights
+from purecompose.losses.evaluation import without_weights
 from purecompose.nn.model import Model
 from purecompose.schedule import Scalar, Schedule
 from purecompose.time import Timestamp
@@ -177,3 +179,54 @@ class Static:
         """Return the time before or after the running step, for code that runs on the host."""
         assert isinstance(self.timestamp, SealedTime)
         return self.timestamp.opened(later=later)
+
+
+_HEAD = ("field", "tensors", "numbers", "dtype", "shapes")
+_MOST_SHAPES = 4
+
+
+def state_as_html(title: str, fields: Iterable[tuple[str, Any]]) -> str:
+    """Return a title above a table with a row for each field that has tensors.
+
+    Args:
+        title: A line about the whole.
+        fields: The names of the fields, with their values.
+    """
+    rows = []
+    for name, value in fields:
+        leaves = tree.leaves_with_paths(value, into_objects=True)
+        if tensors := {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}:
+            rows.append(_row(name, tensors))
+    return fragment(note(title), *([columns(_HEAD, rows)] if rows else []))
+
+
+def describe_moment(timestamp: Any) -> str:
+    """Return the time in words, for reasons."""
+    elapsed = timestamp.elapsed()
+    share = "" if elapsed is None else f" ({elapsed:.1%} of the run)"
+    return f"at batch {timestamp.batch}{share}"
+
+
+def describe_replaced(replaced: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the modules that each method has replaced in words, by its name; see `Context.replaced`."""
+    words = {name: listed([one or "the whole network" for one in found]) for name, found in replaced.items()}
+    return {name: f"modules replaced: {len(replaced[name])} ({words[name]})" for name in words}
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _row(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    count = sum(tensor.numel() for tensor in tensors.values())
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    shown = [f"{_dotted(path)} {tuple(tensor.shape)}".strip() for path, tensor in tensors.items()]
+    if len(shown) > _MOST_SHAPES:
+        shown[_MOST_SHAPES - 1 :] = [f"and {len(shown) - _MOST_SHAPES + 1:,} more"]
+    return name, f"{len(tensors):,}", f"{count:,}", ", ".join(dtypes), ", ".join(shown)
+
+
+def _dotted(path: str) -> str:
+    """Return a key path such as `['momentum']['0.weight']` as `momentum.0.weight`."""
+    return ".".join(filter(None, (part.strip(".") for part in re.split(r"\['|'\]|[\[\]]", path))))

@@ -10,7 +10,7 @@ from purecompose._support.checks import shown
 from purecompose._support.internals import has_values
 from purecompose._support.messages import warn
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.given import Marks, Named, watched
+from purecompose.core.calls import Marks, Named, watched
 from purecompose.core.loss import changed_constant, constants_of
 from purecompose.core.state import State
 from purecompose.core.values import fields_where

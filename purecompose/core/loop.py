@@ -5,8 +5,7 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 
 from purecompose import losses
 from purecompose.core.calls import run_loss, run_model
-from purecompose.core.coupled import with_loss_of_slice
-from purecompose.core.means import targets_of_loss
+from purecompose.core.means import targets_of_loss, with_loss_of_slice
 from purecompose.core.program import Program, Stage, Update
 from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State

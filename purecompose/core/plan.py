@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 
 from purecompose._support.tables import columns, fragment, note, table
 from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.context import describe_replaced, listed
 from purecompose.core.loop import loop_events
-from purecompose.core.overview import describe_replaced, listed
 from purecompose.core.passes import Pass, pass_name, precedes, run_pass, set_filo_order
 from purecompose.core.program import events_in
 from purecompose.time.event import Event

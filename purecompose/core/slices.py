@@ -6,9 +6,18 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
-from purecompose.core.coupled import gathered, joined, part_of_loss
 from purecompose.core.layout import Cut
-from purecompose.core.means import averaged, averaged_grads, denominators, has_mean, part_of, targets_of_loss
+from purecompose.core.means import (
+    averaged,
+    averaged_grads,
+    denominators,
+    gathered,
+    has_mean,
+    joined,
+    part_of,
+    part_of_loss,
+    targets_of_loss,
+)
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.ranks import SharedPart
 from purecompose.core.state import State

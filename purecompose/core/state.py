@@ -16,13 +16,12 @@ from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import PRECISIONS
 from purecompose.core.calls import per_example, rng_of_turn, run_loss, run_model
-from purecompose.core.context import Context, Static
+from purecompose.core.context import Context, Static, describe_moment, state_as_html
 from purecompose.core.layout import Splitter
 from purecompose.core.loss import joined, scalars_of
-from purecompose.core.overview import describe_moment, state_as_html
 from purecompose.core.ranks import Sharing
 from purecompose.core.values import TENSOR_FIELDS, Values, fields_where
-from purecompose.losses.weights import weighted_field
+from purecompose.losses.evaluation import weighted_field
 from purecompose.nn.model import Split, from_module, from_modules
 from purecompose.nn.network import warn_of_dropped
 from purecompose.nn.splitting import sparse_tables

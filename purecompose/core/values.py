@@ -1,7 +1,7 @@
 """The values of a training run: the fields of a state, what each of them is, and how they are read and replaced.
 
 The properties of a field are declared once, in `FieldInfo`. Fields of a state that a compiled step returned are read
-through a lease; see `purecompose.transforms.donation`.
+through a lease; see `purecompose.transforms.signature`.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ class Values:
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
     whole_loss: Any = _field(HIDDEN, _none)
     """Inside a slice, for a loss that couples examples: the loss of all slices, its gradients with respect to the
-    slice's outputs, and these outputs; see `purecompose.core.coupled`."""
+    slice's outputs, and these outputs; see `purecompose.core.means`."""
     denominators: Any = _field(HIDDEN, _none)
     """For a loss or stage with `denominators`: the numbers it divides by; in a slice, its share of them."""
     regrad: Regrad | None = _field(HIDDEN, _none)

@@ -1,15 +1,18 @@
-"""A metric as three pure functions, and the accumulator of a mean."""
+"""A metric as three pure functions, and metrics of classes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from purecompose._support.checks import check_whole
+from purecompose._support.internals import has_values, is_transforming
 from purecompose.losses.from_model import ModelLoss
+from purecompose.losses.targets import Mixture, check_classes, has_index_targets
 from purecompose.losses.terms import ignore_index_of
 
 
@@ -146,3 +149,174 @@ def init_mean(device: Device = None) -> Mean:
     is_mps = device is not None and torch.device(device).type == "mps"
     total = torch.zeros((), dtype=torch.float32 if is_mps else torch.float64, device=device)
     return Mean(total, torch.zeros((), dtype=torch.int64, device=device))
+
+
+def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the share of positions whose class is among the k with the highest outputs.
+
+    Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
+    the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
+    row of zeros do not count. The order of equal outputs is torch's. Several labels at a position, dense rows that add
+    up to more than 1, are an error, for which compiled steps and populations do not look; others wait for the device.
+
+    Args:
+        k: Number of guesses allowed, at least 1.
+        ignore_index: The target index to ignore; by default that of the state's loss, or -100.
+
+    Raises:
+        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes, or several labels (at
+            an update).
+
+    Example:
+        >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([1, 2]))).item()
+        0.5
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
+
+    def init(device: Device = None) -> Mean:
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        return Mean(none, none)
+
+    def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> Mean:
+        classes, counted = _classes("top_k", outputs, targets, ignore_index)
+        if outputs.shape[1] < k:
+            raise ValueError(
+                f"top_k: expected outputs (N, C, ...) with at least {k} classes, got shape {tuple(outputs.shape)}"
+            )
+        if k == 1:
+            hits = outputs.argmax(dim=1) == classes
+        else:
+            hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
+        return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
+
+    name = "accuracy" if k == 1 else f"top_{k}"
+    return _of_classes(Metric(init, update, Mean.value, is_sum=True, higher_is_better=True, name=name), ignore_index)
+
+
+def iou(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the intersection over union of the predicted classes, |P and T| / |P or T|, averaged over the
+    classes that occur.
+
+    Sizes are counted over all examples together. Outputs and targets are as for `top_k`.
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: As for `top_k`.
+
+    Raises:
+        TypeError, ValueError: `num_classes` is not an integer of at least 2 (raised immediately), or the outputs have
+            another number of classes (at the first update).
+
+    Example:
+        >>> metric, outputs = iou(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item()
+        0.5
+    """
+    return _of_counts("iou", num_classes, ignore_index, lambda both, found, wanted: both / (found + wanted - both))
+
+
+def balanced_accuracy(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the accuracy of each class, |P and T| / |T|, averaged over the classes that occur: rare ones
+    count as much as frequent ones. It is also called the macro average of the recall.
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: As for `top_k`.
+
+    Raises:
+        TypeError, ValueError: As for `iou`.
+
+    Example:
+        >>> metric, outputs = balanced_accuracy(2), torch.tensor([[1.0, 0.0]]).expand(4, 2)
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([0, 0, 0, 1]))).item()
+        0.5
+    """
+    return _of_counts("balanced_accuracy", num_classes, ignore_index, lambda both, found, wanted: both / wanted)
+
+
+def f1(num_classes: int, *, ignore_index: int | None = None) -> Metric:
+    """Return a metric for the F1 score of each class, 2 |P and T| / (|P| + |T|), averaged over the classes that occur
+    among predictions or targets (the macro average).
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: As for `top_k`.
+
+    Raises:
+        TypeError, ValueError: As for `iou`.
+
+    Example:
+        >>> metric, outputs = f1(2), torch.tensor([[1.0, 0.0]]).expand(4, 2)
+        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([0, 0, 0, 1]))).item(), 4)
+        0.4286
+    """
+    return _of_counts("f1", num_classes, ignore_index, lambda both, found, wanted: 2 * both / (found + wanted))
+
+
+_Counts = tuple[Tensor, Tensor, Tensor]
+"""Numbers of positions by class, int64 (C,): found and wanted, found, wanted."""
+
+
+def _of_counts(name: str, num_classes: int, ignore_index: int | None, ratio: Callable[..., Tensor]) -> Metric:
+    """Return the mean over classes of a ratio of counts; 0 / 0, of a class that does not occur, is left out."""
+    check_whole(num_classes, f"metrics.{name}: num_classes", 2)
+
+    def init(device: Device = None) -> _Counts:
+        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
+        return empty, empty, empty
+
+    def update(acc: _Counts, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> _Counts:
+        classes, counted = _classes(name, outputs, targets, ignore_index)
+        if outputs.shape[1] != num_classes:
+            raise ValueError(f"metrics.{name}: expected {num_classes} classes in dim 1, got {tuple(outputs.shape)}")
+        numbers = torch.arange(num_classes, device=outputs.device)
+        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
+        wanted = (classes[..., None] == numbers) & counted[..., None]
+        both, found, wanted = (part.flatten(0, -2).sum(0) for part in (found & wanted, found, wanted))
+        return acc[0] + both, acc[1] + found, acc[2] + wanted
+
+    def compute(acc: _Counts) -> Tensor:
+        return ratio(*acc).nanmean()
+
+    return _of_classes(Metric(init, update, compute, is_sum=True, higher_is_better=True, name=name), ignore_index)
+
+
+def _of_classes(metric: Metric, ignore_index: int | None) -> Metric:
+    """Return a metric of logits and classes, whose `update` takes `ignore_index`, with the given index if there is one.
+
+    Without one it is that of the state's loss.
+    """
+    update = metric.update
+    if ignore_index is not None:
+        update = functools.partial(update, ignore_index=ignore_index)
+    return metric._replace(update=update, takes_logits=True, takes_ignore_index=ignore_index is None)
+
+
+def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the class of each position and whether it counts, both (N, ...), for the metric of this name."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor | Mixture):
+        first = next(iter(outputs), 0) if isinstance(outputs, Mapping) else 0
+        raise TypeError(
+            "a metric of classes expects outputs and targets as tensors, got "
+            f"{type(outputs).__name__} and {type(targets).__name__}; pick them by a function, such as "
+            f"{{'accuracy': lambda outputs, targets: outputs[{first!r}].argmax(1) == targets}}"
+        )
+    check_classes(outputs, f"metrics.{name}")
+    may_read = not (isinstance(targets, Mixture) or torch.compiler.is_compiling() or is_transforming())
+    if isinstance(targets, Mixture):
+        targets = targets.soft(outputs, ignore_index=ignore_index)
+    if has_index_targets(outputs, targets):
+        return targets, (targets >= 0) & (targets != ignore_index)
+    if may_read and has_values(targets) and bool((targets.sum(dim=1) > 1 + 1e-3).any()):
+        raise ValueError(
+            f"metrics.{name}: expected one class for each position, got dense targets of several: count each of them, "
+            "as metrics.binary_accuracy does, or only examples in which all are right, "
+            "`lambda outputs, targets: ((outputs > 0) == targets).all(1)`"
+        )
+    return targets.argmax(dim=1), targets.any(dim=1)
+
+
+accuracy: Metric = top_k(1)  # made last, with all that it needs
+"""The share of examples whose target has the highest output; `top_k(1)`."""

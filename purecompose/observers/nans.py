@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 from purecompose._support.checks import shown
-from purecompose.core.overview import listed
+from purecompose.core.context import listed
 from purecompose.core.state import State
 from purecompose.observers.recorder import Due, Pile, read
 from purecompose.time import TimeLike

@@ -11,7 +11,7 @@ from typing import Any, TextIO, TypeAlias
 from torch import Tensor
 
 from purecompose._support.messages import say
-from purecompose.core.overview import describe_replaced
+from purecompose.core.context import describe_replaced
 from purecompose.core.state import State
 from purecompose.time import Timestamp, TimeUnit
 from purecompose.time.event import Event

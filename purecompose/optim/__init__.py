@@ -10,12 +10,11 @@ protocol suffices.
 """
 
 from purecompose._support.exports import publish
-from purecompose.optim.adafactor import adafactor as adafactor
 from purecompose.optim.adam import adam as adam, adamw as adamw, decoupled_adamw as decoupled_adamw, rmsprop as rmsprop
 from purecompose.optim.by_pattern import by_pattern as by_pattern, layerwise as layerwise
 from purecompose.optim.from_torch import from_torch as from_torch
 from purecompose.optim.lbfgs import lbfgs as lbfgs
-from purecompose.optim.muon import muon as muon
+from purecompose.optim.matrices import adafactor as adafactor, muon as muon
 from purecompose.optim.protocol import Optimizer as Optimizer, OptState as OptState, Value as Value
 from purecompose.optim.sgd import decoupled_sgdw as decoupled_sgdw, lion as lion, sgd as sgd
 from purecompose.optim.sparse import adagrad as adagrad, sparse_adam as sparse_adam

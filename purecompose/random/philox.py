@@ -23,7 +23,7 @@ separate lanes are three times as fast.
 In a traced step a draw is one operation, `purecompose::philox`. It also has a rule for `torch.func.vmap`, which passes
 the keys of all members to torch's operations at once; these have no such rule. For CPUs without kernels
 `transforms/compilation/rewriting.py` replaces it by tensor operations before Inductor compiles the graph; for GPUs
-`transforms/compilation/gpu_draws.py` makes it part of the kernels.
+`transforms/compilation/gpu.py` makes it part of the kernels.
 
 References:
     John K. Salmon et al.: Parallel Random Numbers: As Easy as 1, 2, 3. SC 2011.

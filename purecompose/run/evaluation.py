@@ -16,9 +16,9 @@ from purecompose._support.contexts import NOTHING
 from purecompose._support.messages import warn
 from purecompose._support.shards import whole
 from purecompose.core.algorithm import Trait
+from purecompose.core.calls import Marks, watched
 from purecompose.core.compose import Step, compose
 from purecompose.core.contract import tensors_in
-from purecompose.core.given import Marks, watched
 from purecompose.core.loop import eval_events, predict_events
 from purecompose.core.means import targets_of_metric
 from purecompose.core.ranks import Ranks, Share
@@ -28,13 +28,13 @@ from purecompose.data.loaders import check_batches, fixed_batches, shuffles
 from purecompose.data.position import position_holder
 from purecompose.data.reader import prefetch
 from purecompose.losses import couples_examples
-from purecompose.losses.weights import lacks_weights, without_weights
+from purecompose.losses.evaluation import lacks_weights, without_weights
 from purecompose.metrics import GivenMetrics, Metric, as_metrics, counting, mean_loss, of_loss
 from purecompose.nn.keyed.modules import detect
 from purecompose.time.event import Event
 from purecompose.time.timestamp import Interval, interval_or_function
 from purecompose.transforms.members import mapped
-from purecompose.transforms.rank_checks import digest, naming_late_ranks
+from purecompose.transforms.rank_results import digest, naming_late_ranks
 
 
 class Totals:

@@ -20,11 +20,12 @@ from purecompose.schedule.curves import (
     one_cycle as one_cycle,
     polynomial as polynomial,
 )
-from purecompose.schedule.joined import from_torch as from_torch, sequence as sequence
 from purecompose.schedule.periods import (
     cosine_warm_restarts as cosine_warm_restarts,
     exponential as exponential,
+    from_torch as from_torch,
     multi_step as multi_step,
+    sequence as sequence,
     step as step,
 )
 from purecompose.schedule.scalar import (

@@ -31,10 +31,11 @@ from purecompose.core.separable import Check
 from purecompose.core.slices import SealedOutputs
 from purecompose.core.state import State
 from purecompose.transforms.gathering import Placing, by_layer
-from purecompose.transforms.rank_checks import check_alike, naming_late_ranks
 from purecompose.transforms.rank_results import (
     SumGradients,
     averaged,
+    check_alike,
+    naming_late_ranks,
     warn_of_different_buffers,
     with_buffers,
     with_slots,

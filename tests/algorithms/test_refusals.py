@@ -22,9 +22,8 @@ from purecompose.algorithms.images import check_value_range
 from purecompose.algorithms.images.primitives import check_augmentation_set
 from purecompose.nn import layers, models
 from purecompose.nn.layers._forms import check_latent
-from purecompose.optim.adafactor import _checked_eps
 from purecompose.optim.base import checked_betas
-from purecompose.optim.muon import _checked_coefficients
+from purecompose.optim.matrices import _checked_coefficients, _checked_eps
 from purecompose.schedule import Hparam, hparam, linear
 from purecompose.schedule.declared import Within, checks_of, declarations
 from purecompose.time.predicates import NEVER

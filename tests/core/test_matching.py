@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from purecompose import losses, optim
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.matching import Matcher
+from purecompose.core.application import Matcher
 from purecompose.core.state import State
 from purecompose.errors import MatchError
 from purecompose.time import RunLength, Timestamp

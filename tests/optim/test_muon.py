@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from purecompose import optim, schedule
-from purecompose.optim.muon import orthogonalized
+from purecompose.optim.matrices import orthogonalized
 from purecompose.schedule import hparam
 
 

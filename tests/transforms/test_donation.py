@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from purecompose.errors import SpentStateError
-from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
-from purecompose.transforms.signature import ABSENT, Signature
+from purecompose.transforms.signature import ABSENT, LASTING, BufferLease, Signature, StateBuffers
 
 
 def make_buffers(*, is_donated: bool = True) -> StateBuffers:

@@ -11,8 +11,8 @@ from purecompose.batch.fields import with_members
 from purecompose.core.state import State
 from purecompose.core.values import TENSOR_FIELDS
 from purecompose.errors import FormError
+from purecompose.losses.evaluation import with_weights
 from purecompose.losses.targets import Mixture, per_row
-from purecompose.losses.weights import with_weights
 
 
 def selected(name: str, masks: list[Tensor], results: list[State], start: State) -> State:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm
+from purecompose.core.application import Matcher
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events, predict_events
-from purecompose.core.matching import Matcher
 from purecompose.core.state import State
 from purecompose.errors import GlobalDrawError, InPlaceError, MatchError, UnkeyedRandomError
 from purecompose.testing.case import Case, Subject

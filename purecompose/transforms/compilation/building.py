@@ -14,19 +14,26 @@ from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.operation import Carry, Lowered, Members, Operation, Purpose
 from purecompose.core.program import events_in
-from purecompose.transforms.compilation.backends import Compiled, compile_graph
-from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
+from purecompose.transforms.compilation.backends import Compiled, Options, compile_graph
 from purecompose.transforms.compilation.capture import Captured, capture, explained, fake_mode, state_of
 from purecompose.transforms.compilation.inductor import start_inductor
 from purecompose.transforms.compilation.messages import GraphForm, described, write_early
-from purecompose.transforms.compilation.options import Options
 from purecompose.transforms.compilation.parts import CompiledPart, Stretch, Values, Variant, too_many
 from purecompose.transforms.compilation.replay import check_on_device
 from purecompose.transforms.compilation.sizes import can_open
-from purecompose.transforms.donation import LASTING, StateBuffers
 from purecompose.transforms.members import own_tensors
 from purecompose.transforms.population import Stacked
-from purecompose.transforms.signature import Signature, Spec, spec_of
+from purecompose.transforms.signature import (
+    FIELDS,
+    LASTING,
+    Boundary,
+    Signature,
+    Source,
+    Spec,
+    StateBuffers,
+    Writes,
+    spec_of,
+)
 
 
 # For a population in chunks, the graph of a chunk of members is built once and called for each chunk. On a CPU a chunk

@@ -30,10 +30,9 @@ from purecompose.core.operation import NO_PURPOSE, Carry, Operation, Purpose
 from purecompose.core.state import State
 from purecompose.core.values import fields_where
 from purecompose.errors import TraceError
-from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.messages import drop_unread
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Sizes
-from purecompose.transforms.signature import Signature, Spec
+from purecompose.transforms.signature import FIELDS, Boundary, Signature, Source, Spec, Writes
 
 
 FALLBACK_ADVICE = "; or let such steps run eagerly with compile(step, fallback=True)"

@@ -12,12 +12,19 @@ from purecompose.core.context import Static
 from purecompose.core.operation import Carry
 from purecompose.core.state import State
 from purecompose.time import Timestamp
-from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source
 from purecompose.transforms.compilation.capture import state_of
 from purecompose.transforms.compilation.graph_cache import GraphCache
 from purecompose.transforms.compilation.parts import Entry, ExecutionPlan, Values
-from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
-from purecompose.transforms.signature import Signature, spec_of
+from purecompose.transforms.signature import (
+    FIELDS,
+    LASTING,
+    Boundary,
+    BufferLease,
+    Signature,
+    Source,
+    StateBuffers,
+    spec_of,
+)
 
 
 class Launch(NamedTuple):

@@ -19,11 +19,10 @@ from purecompose.core.operation import Carry, Operation, Purpose, in_order
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
 from purecompose.errors import TraceError
-from purecompose.transforms.compilation.boundary import FIELDS, Boundary
+from purecompose.transforms.compilation.backends import Options
 from purecompose.transforms.compilation.building import Builder, SlicedPart
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, explained, fake_mode, state_of
 from purecompose.transforms.compilation.messages import check_alike
-from purecompose.transforms.compilation.options import Options
 from purecompose.transforms.compilation.parts import (
     EAGER,
     CompiledPart,
@@ -34,9 +33,8 @@ from purecompose.transforms.compilation.parts import (
     Stretch,
     Variant,
 )
-from purecompose.transforms.donation import LASTING
 from purecompose.transforms.members import member
-from purecompose.transforms.signature import ABSENT, Signature
+from purecompose.transforms.signature import ABSENT, FIELDS, LASTING, Boundary, Signature
 
 
 def environment() -> tuple[Any, ...]:

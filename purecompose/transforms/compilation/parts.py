@@ -15,13 +15,11 @@ from purecompose.core.program import Update, events_in
 from purecompose.core.scopes import Scope
 from purecompose.errors import VariantLimitError
 from purecompose.transforms.compilation.backends import Compiled
-from purecompose.transforms.compilation.boundary import Boundary, Source
 from purecompose.transforms.compilation.capture import Captured
 from purecompose.transforms.compilation.messages import GraphForm
 from purecompose.transforms.compilation.replay import Replay
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS
-from purecompose.transforms.donation import LASTING, StateBuffers
-from purecompose.transforms.signature import Signature
+from purecompose.transforms.signature import LASTING, Boundary, Signature, Source, StateBuffers
 
 
 @dataclass

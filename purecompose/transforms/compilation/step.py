@@ -16,16 +16,13 @@ from purecompose.core.separable import is_due
 from purecompose.core.state import State
 from purecompose.core.values import NO_TEMPORARY
 from purecompose.time import TimeUnit
-from purecompose.transforms.compilation.backends import BACKENDS, MODES
-from purecompose.transforms.compilation.boundary import Boundary
+from purecompose.transforms.compilation.backends import BACKENDS, MODES, Options
 from purecompose.transforms.compilation.capture import state_of
 from purecompose.transforms.compilation.execution import Launch, execute
 from purecompose.transforms.compilation.graph_cache import GraphCache, environment
 from purecompose.transforms.compilation.inductor import mode_options
-from purecompose.transforms.compilation.options import Options
 from purecompose.transforms.compilation.parts import Entry, ExecutionPlan, Variants
-from purecompose.transforms.donation import LASTING, BufferLease, StateBuffers
-from purecompose.transforms.signature import Signature, spec_of
+from purecompose.transforms.signature import LASTING, Boundary, BufferLease, Signature, StateBuffers, spec_of
 
 
 @suggests_keywords

@@ -13,7 +13,7 @@ import torch
 import purecompose as pc
 from purecompose import Event, State, compose, hparam, loop_events, optim, tree
 from purecompose.errors import SpentStateError
-from purecompose.transforms.donation import LASTING
+from purecompose.transforms.signature import LASTING
 from tests.helpers import changing, counter, make_batch, make_batches, make_cnn, make_state
 from tests.sampling import one_in
 from tests.transforms.compilation.compile_helpers import (

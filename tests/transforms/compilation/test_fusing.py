@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from purecompose.transforms.compilation.fusing import fusing_near, fusing_within_lists
+from purecompose.transforms.compilation.gpu import fusing_near, fusing_within_lists
 
 
 class Part:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.random import bernoulli
 from purecompose.random.philox import DTYPES, numbers
-from purecompose.transforms.compilation.gpu_draws import draw_in_kernels
+from purecompose.transforms.compilation.gpu import draw_in_kernels
 from purecompose.transforms.compilation.inductor import inductor_for
 
 

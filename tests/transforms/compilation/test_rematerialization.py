@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.transforms.compilation.fusing import recompute_signs, storing_by_bytes
+from purecompose.transforms.compilation.gpu import recompute_signs, storing_by_bytes
 
 
 IR = importlib.import_module("torch._inductor.ir")
