@@ -71,14 +71,12 @@ class State(Values):
         """Return the state at the start of a run.
 
         Args:
-            net: The network; it is copied and never touched. Parameters with `requires_grad=False` start
-                frozen. It trains in the mode that its modules are in, or in training mode if all are in evaluation
-                mode, as pretrained networks are.
+            net: The network; it is copied and never touched. Parameters with `requires_grad=False` start frozen. It
+                trains in the mode that its modules are in, or in training mode if all are in evaluation mode.
             loss: `(outputs, targets, reduction="mean") -> loss`, 0-d, or `-> (loss, parts)`, with 0-d tensors by name;
                 or `losses.model_loss` for a model that computes its own. The parameters and buffers of a module are in
-                the state, with names that begin with "loss."; it trains in the mode that its modules are in. Schedules
-                and named scalars among its attributes, or the keywords of a `functools.partial`, are filled in. See
-                `purecompose.losses`.
+                the state, with names that begin with "loss.". Schedules and named scalars among its attributes, or the
+                keywords of a `functools.partial`, are filled in.
             optimizer: A pure optimizer, such as `optim.sgd(0.1)`, or a frozen dataclass of your own with `init` and
                 `update`; see `optim.Optimizer`.
             key: The run's seed, or its key (int64 of shape (2,)).
@@ -87,17 +85,15 @@ class State(Values):
                 an epoch.
             input_field: The field of a batch with the model's input; by default the first member, or the whole batch
                 for `losses.model_loss`. See `purecompose.batch`.
-            target_field: The field of a batch with the target, which may be the input's, as for an autoencoder; `None`
-                if there is no target, and the loss is called with `None` in its place.
-            weight_field: The field of a batch with a weight for each example, (N,), at least 0; by default all count
-                alike. The loss is then sum_i w_i l_i / sum_i w_i, from the losses of single examples, and has no parts.
-            batch_dim: The dimension of the batch's tensors that indexes the examples: 1 for sequences (T, N, ...),
-                as torch's recurrent layers have them by default. Tensors without this dimension have their examples
-                along the first. Methods that change single examples expect 0.
-            splitter: A `purecompose.batch.Splitter`, instead of `batch_dim`: it counts and cuts batches whose
-                examples do not lie along a dimension, such as lists of images of different sizes.
+            target_field: The field of a batch with the target, which may be the input's; `None` if there is no target.
+            weight_field: The field of a batch with a weight for each example, (N,), at least 0. The loss is then sum_i
+                w_i l_i / sum_i w_i, from the losses of single examples, and has no parts.
+            batch_dim: The dimension of the batch's tensors that indexes the examples: 1 for sequences (T, N, ...).
+                Tensors without this dimension have their examples along the first.
+            splitter: A `purecompose.batch.Splitter`, instead of `batch_dim`, for examples that do not lie along a
+                dimension.
             num_tokens: `batch -> int`, the number of tokens that the run's time counts; by default the size of
-                `input_ids`, padding included. A function that reads values on a GPU waits for the device in each step.
+                `input_ids`.
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
                 or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
                 `"fp16"` needs `algorithms.loss_scaling`.
@@ -162,8 +158,7 @@ class State(Values):
     ) -> "list[State]":
         """Return the states of many runs, equal to those of `create`, in less time for networks of one architecture.
 
-        Networks that differ in numbers only share what describes their architecture; others may be among them. For a
-        population, stack the states (`stack_states`).
+        For a population, stack the states (`stack_states`).
 
         Args:
             nets: The networks.
@@ -231,9 +226,8 @@ class State(Values):
     def rng(self, name: str) -> random.Rng:
         """Return the generator of the draws called `name`, derived from the run's key, the batch and the name.
 
-        The same name in the same step yields the same draws, at any event. Other names and other steps yield unrelated
-        draws, and so do evaluation (whose batches are numbered from 0), each event outside the step, each turn of a
-        stage or event that occurs several times in the program, and each turn of a scope of your own.
+        The same name in the same step yields the same draws, at any event. Other names, steps, evaluations, events
+        outside of the step, and turns of a repeated stage or scope yield unrelated draws.
         """
         return rng_of_turn(self, name)
 
@@ -276,8 +270,7 @@ class State(Values):
         """Return the running step's gradients of several losses, as for PCGrad: otherwise as `gradient` returns them.
 
         Each loss takes the place of the state's own in the step's gradient. With one microbatch in one process the
-        forward pass is run once for all, else (and in a first run, or under a transform) once for each. What algorithms
-        add to the loss is added to each of them.
+        forward pass is run once for all, else once for each. What algorithms add to the loss is added to each of them.
 
         Args:
             of: Losses `(outputs, targets) -> loss`, as for `State.create`. Only the state's own, `state.context.loss`,
@@ -346,9 +339,8 @@ class State(Values):
         """Return values that a function computes for each example of the batch, without a gradient.
 
         If several processes share the batch (`data_parallel`, `fully_sharded`), each computes them for its part, with
-        the draws of the whole batch, and all receive all of them. So the function may be given a state whose batch is a
-        part of this state's, and the values of an example must depend on that example only; batch normalisation in
-        training mode uses the statistics of the whole batch.
+        the draws of the whole batch, and all receive all of them. The values of an example must depend on that example
+        only.
 
         Args:
             fn: Function of a state. It returns a tensor, or a pytree of tensors, with one row for each example of that

@@ -71,11 +71,8 @@ def adam(
         v <- beta2 * v + (1 - beta2) * g^2
         p <- p - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Each parameter counts its own updates, so that two players who share an optimizer, and parameters that are
-    thawed late, get the same bias correction as with separate optimizers.
-
-    Gradients flow through `update`, and stay finite where a gradient has been zero from the start (the
-    derivative of sqrt(v) is taken as 0 at v = 0).
+    Each parameter counts its own updates. Gradients flow through `update`, and stay finite where a gradient has been
+    zero from the start (the derivative of sqrt(v) is taken as 0 at v = 0).
 
     Args:
         lr: The learning rate, >= 0.
@@ -123,7 +120,7 @@ def adamw(
     """Return Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
     The decay does not enter the gradient: p <- p - lr * weight_decay * p, then Adam's move. It follows the
-    learning rate and its schedule. Arguments, state and errors are the same as for `adam`.
+    learning rate and its schedule.
 
     Args:
         lr, betas, eps, weight_decay, amsgrad, groups: As for `adam`.
@@ -156,13 +153,9 @@ def decoupled_adamw(
 ) -> Adam:
     """Return Adam with weight decay that is decoupled from the learning rate, too, as in Composer's DecoupledAdamW.
 
-    p <- p - s * weight_decay * p, then Adam's move. The multiplier s is the product of the schedules in `lr`: with
-    lr = 0.1 * cosine() it is the cosine's value, independent of the 0.1 or of the value of an hparam in its place, and
-    1 if `lr` has no schedule. So changing the learning rate does not affect the decay; a recipe for `adamw` is
-    converted by weight_decay * lr: `adamw(1e-3, weight_decay=1e-2)` is `decoupled_adamw(1e-3, weight_decay=1e-5)`.
-    Without a schedule a weight that gets zero gradients halves in 0.7 / weight_decay steps.
-
-    Arguments, state and errors are the same as for `adam`.
+    p <- p - s * weight_decay * p, then Adam's move. The multiplier s is the product of the schedules in `lr`, 1 if it
+    has none, so changing the learning rate does not affect the decay: `adamw(1e-3, weight_decay=1e-2)` is
+    `decoupled_adamw(1e-3, weight_decay=1e-5)`.
 
     Args:
         lr, betas, eps, weight_decay, amsgrad, groups: As for `adam`.
@@ -257,8 +250,8 @@ def rmsprop(
         b <- momentum * b + d                         (without momentum b = d)
         p <- p - lr * b
 
-    The variance v - m^2 of a gradient that never changes approaches 0, and may be rounded to a negative number: it then
-    counts as 0, while torch returns NaN. Gradients flow through `update`; the root's derivative is taken as 0 at 0.
+    The variance v - m^2 may be rounded to a negative number: it then counts as 0, while torch returns NaN. Gradients
+    flow through `update`; the root's derivative is taken as 0 at 0.
 
     Args:
         lr: The learning rate, >= 0.

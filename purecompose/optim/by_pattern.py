@@ -26,8 +26,7 @@ def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> B
     """Return one optimizer that uses different optimizers for different parameters.
 
     A parameter is assigned to the first pattern that matches its name (`fnmatch`, on the whole name) and whose
-    optimizer moves parameters of its form, as `muon` moves only matrices; all others are assigned to `rest`. Here
-    `muon` gets all matrices in the blocks, and `adamw` their biases and norms and everything outside::
+    optimizer moves parameters of its form, as `muon` moves only matrices; all others are assigned to `rest`::
 
         by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
 

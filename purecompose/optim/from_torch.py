@@ -31,13 +31,10 @@ def from_torch(
 ) -> FromTorch:
     """Return an optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
 
-    It computes the same results as the class, bit for bit, and an interrupted run resumes with the same bits, because
-    the optimizer's state contains everything that the class keeps. It is slower than an optimizer of this library,
-    since every update copies parameters, gradients and memory, and on a GPU reads back counters that the class keeps on
-    the host.
+    It computes the same results as the class, bit for bit. It is slower than an optimizer of this library, since every
+    update copies parameters, gradients and memory, and on a GPU reads back counters that the class keeps on the host.
 
-    The class cannot be traced: a step with it runs as composed, and neither `compile` nor `population` nor a gradient
-    through the update works. Each of them raises an error that explains this.
+    The class cannot be traced: neither `compile` nor `population` nor a gradient through the update works.
 
     Args:
         optimizer: A subclass of `torch.optim.Optimizer` that moves each parameter by itself. It keeps its memory in

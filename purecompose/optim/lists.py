@@ -5,9 +5,7 @@ on a GPU and about half the overhead on a CPU. The other is a plain loop, used u
 `_foreach` has no batching rules (under vmap it raises, torch 2.13), and its in-place kernels would overwrite tensors
 that autograd has saved. Tensors of a pair have the same shape, except where a 0-d partner is mentioned.
 
-Results have the dtypes of the xs. If x has dimensions, torch ensures this: a 0-d partner of a wider dtype, such as a
-schedule's value, does not promote it. If x is 0-d itself, the partner does: then the result is computed in the wider
-dtype and converted back.
+Results have the dtypes of the xs, also with a 0-d partner of a wider dtype, such as a schedule's value.
 """
 
 # torch.optim itself is built on the `_foreach` functions, but torch exports them under private names.
@@ -131,11 +129,7 @@ def largest(xs: list[Tensor]) -> Tensor:
 
 
 def root_plus(xs: list[Tensor], ys: list[Tensor] | float) -> list[Tensor]:
-    """Return sqrt(x) + y, where y is 0-d, or one number for all; the derivative of the root is taken as 0 at x = 0.
-
-    For example, weights of a pixel that is always black have a zero gradient in every step; the infinite slope of sqrt
-    at 0, times that zero, would make every hyper-gradient NaN.
-    """
+    """Return sqrt(x) + y, where y is 0-d, or one number for all; the derivative of the root is taken as 0 at x = 0."""
     if not is_plain():
         zeros = [x == 0 for x in xs]
         roots = [torch.where(zero, 0, torch.where(zero, 1, x).sqrt()) for x, zero in zip(xs, zeros, strict=True)]

@@ -49,8 +49,7 @@ def muon(
         p <- p - lr * ratio * orthogonalized(d)
 
     Other parameters, such as biases, need another optimizer, and so do, by the author's advice, embeddings and the last
-    layer. `by_pattern` divides them; parameters that a pattern of `muon` matches but `muon` does not move are
-    assigned to the next match that moves them::
+    layer. `by_pattern` divides them::
 
         by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
         by_pattern({"embedding.*": adamw(3e-4), "head.*": adamw(3e-4), "*": muon(0.02)}, adamw(3e-4))
@@ -68,11 +67,9 @@ def muon(
         adjust_lr: The ratio: "original" for sqrt(max(1, rows / columns)), "match_rms_adamw" for
             0.2 * sqrt(max(rows, columns)), which makes moves as large as AdamW's.
         ns_precision: "bf16" iterates in bfloat16, as torch does; "full" in the parameter's dtype, or float32 if that is
-            wider: results are then nearly the same on different devices, and gradients through `update` are exact.
+            wider.
         filters: Move filters of convolutions, too: a parameter of more than two dimensions, (rows, ...), moves like the
-            matrix of its flattened rows, one for each output channel. torch's Muon refuses them. "only" moves no
-            matrices, so that in `by_pattern({"*": muon(0.05, filters="only")}, adamw(0.01))` the last layer is left to
-            `adamw`.
+            matrix of its flattened rows. "only" moves no matrices.
         cautious_decay: Decay only elements whose update and weight do not have opposite signs, as for `adamw`.
         groups: Options for parameters by a pattern of their names, as for `sgd`.
 
@@ -105,9 +102,8 @@ def orthogonalized(
 ) -> Tensor:
     """Return matrices with their singular values brought near to 1 and their singular vectors kept.
 
-    Each is near to U V', where the given matrix is U S V'.
-
-    Uses the Newton-Schulz iteration with an odd polynomial of degree 5, on the matrix divided by its Frobenius norm.
+    Each is near to U V', where the given matrix is U S V': the Newton-Schulz iteration with an odd polynomial of degree
+    5, on the matrix divided by its Frobenius norm.
 
     Args:
         matrix: A real matrix, shape (rows, columns), or a stack of them, shape (N, rows, columns).

@@ -79,13 +79,9 @@ def decoupled_sgdw(
 ) -> SGD:
     """Return SGD with weight decay decoupled from gradient and learning rate, as in Composer's DecoupledSGDW.
 
-    p <- p - s * weight_decay * p, then `sgd`'s move, whose momentum does not include the decay. The multiplier s is
-    the product of the schedules in `lr`: with lr = 0.1 * cosine() it is the cosine's value, independent of the 0.1 or
-    of the value of an hparam in its place, and 1 if `lr` has no schedule. A recipe for `sgd` is converted by
-    weight_decay * lr: `sgd(2.0, weight_decay=5e-4)` becomes `decoupled_sgdw(2.0, weight_decay=1e-3)`.
-    Without a schedule a weight that gets zero gradients halves in 0.7 / weight_decay steps.
-
-    Arguments, state and errors are the same as for `sgd`.
+    p <- p - s * weight_decay * p, then `sgd`'s move, whose momentum does not include the decay. The multiplier s is the
+    product of the schedules in `lr`, 1 if it has none: `sgd(2.0, weight_decay=5e-4)` becomes `decoupled_sgdw(2.0,
+    weight_decay=1e-3)`.
 
     Args:
         lr, momentum, dampening, weight_decay, nesterov, groups: As for `sgd`.
@@ -190,8 +186,7 @@ def lion(
     Compared with AdamW the paper uses a learning rate that is 3 to 10 times smaller and a weight decay that is larger
     by the same factor. An element whose average is exactly 0 moves only by its decay.
 
-    Gradients flow through `update` to learning rate, decay and parameters. The sign has derivative 0, so neither
-    the betas nor past gradients receive a gradient through it.
+    Gradients flow through `update`; the sign has derivative 0.
 
     Args:
         lr: The learning rate, >= 0.

@@ -33,8 +33,8 @@ def adagrad(
         s <- s + g^2
         p <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
 
-    An element whose gradient is zero stays as it is unless it decays. So in the compiled step of a large embedding,
-    only rows that the batch looks up are read and written; see "Large embeddings" in the guide to training.
+    An element whose gradient is zero stays as it is unless it decays. So a compiled step of a large embedding reads and
+    writes only rows that the batch looks up.
 
     Args:
         lr: The learning rate, >= 0.
