@@ -155,10 +155,9 @@ def from_module(
 ) -> Parts:
     """Split a module into architecture and tensors; the module itself is not modified.
 
-    The skeleton trains in the mode that the module is in: single modules put into `eval()` remain so. If all modules
-    are in evaluation mode, as in pretrained networks, the whole skeleton is put into training mode. Then the modules
-    that match `eval_mode` and `train_mode` are put into these modes. The tensors are copies, or with `is_shared` new
-    tensors on the same memory.
+    The skeleton trains in the mode that the module is in, or in training mode if all modules are in evaluation mode.
+    Then the modules that match `eval_mode` and `train_mode` are put into these modes. The tensors are copies, or with
+    `is_shared` new tensors on the same memory.
 
     Parameters that are one object, or have the same memory, shape, strides and `requires_grad`, are tied, and so are
     buffers. With `is_shared`, only parameters and buffers that are one object are tied.
@@ -208,11 +207,7 @@ def from_module(
 def from_modules(
     modules: Iterable[nn.Module], *, eval_mode: Sequence[str] = (), train_mode: Sequence[str] = ()
 ) -> Iterator[Parts]:
-    """Split modules as `from_module` does; those that differ in numbers only share one architecture.
-
-    Only networks of torch's layers and plain attributes are recognized as such, since comparing all else would take as
-    long as splitting it.
-    """
+    """Split modules as `from_module` does; those that differ in numbers only share one architecture."""
     known: list[tuple[nn.Module, Model]] = []
     for module in modules:
         model = next((model for one, model in known if splitting.is_alike(one, module)), None)

@@ -36,9 +36,8 @@ def call_model(
 ) -> tuple[Any, dict[str, Tensor]]:
     """Run the network; no argument is modified.
 
-    In the first run of a schedule, a pass is watched for random functions and for writes into parameters, which costs
-    more than a small network's forward. Later torch's own modules are assumed to behave the same; for a user's own
-    modules, which may behave differently, the generators and the parameters' versions are compared.
+    In the first run of a schedule, a pass is watched for random functions and for writes into parameters. Later, for a
+    user's own modules, the generators and the parameters' versions are compared.
 
     Args:
         model: The architecture.
@@ -55,7 +54,7 @@ def call_model(
         KeyError: A tensor of the architecture is missing.
         UnkeyedRandomError: The network uses a random function that no key can cover.
         RuntimeError: The network wrote into a parameter. The first pass through a model is stopped before the write; in
-            a later pass, which may write depending on its inputs or buffers, the write is detected afterwards.
+            a later pass the write is detected afterwards.
     """
     skeleton, gathered = model.skeleton(train), gathered_on_use(params)
     device = _device(params)

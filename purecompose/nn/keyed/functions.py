@@ -5,9 +5,8 @@ parameters (`low` and `high` replace `from` and `to`, since `from` is a keyword 
 can fill, including integers and complex numbers.
 
 A handler takes the pass's draws, torch's function and the call's own arguments (without `generator=` and `out=`), and
-returns the result in its place. A layer that draws nothing (not training, p = 0) runs unchanged, and wrong arguments
-are passed on to torch's function, which raises its own error. Functions without a keyed form are not in the table:
-`detect` raises an error where they draw.
+returns the result in its place. A layer that draws nothing (not training, p = 0) runs unchanged. Functions without a
+keyed form are not in the table: `detect` raises an error where they draw.
 """
 
 from __future__ import annotations

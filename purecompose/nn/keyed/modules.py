@@ -6,12 +6,10 @@ global generators are neither read nor advanced. `detect` raises an `UnkeyedRand
 function that has no keyed form, or bypasses the scope (C++ extensions, scripted code, `torch.ops`).
 
 **Examples.** With `num_examples=n`, a tensor whose leading dimension is n * m is taken to contain m rows of each
-example, in order, and is drawn per example: a microbatch draws the rows that the whole batch would have drawn. This
-fits batch-first layouts, and attention weights of (batch * heads, ...). Any other tensor (a sequence-first activation,
-K samples of each example in (K, n, ...), a permutation) has one draw for all n examples, another one for each
+example, in order, and is drawn per example: a microbatch draws the rows that the whole batch would have drawn. Any
+other tensor (a sequence-first activation, a permutation) has one draw for all n examples, another one for each
 `first_example`: slices of a batch draw independently, but not what the whole batch would have drawn. A single number,
-of shape (), is the same in all slices. Recurrent layers know their layout, and draw per example in both. A tensor whose
-leading dimension is a multiple of n by chance is drawn per example as well.
+of shape (), is the same in all slices. Recurrent layers know their layout, and draw per example in both.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
 
     Args:
         rng: The scope's key and path; `first_example` takes the place of its examples.
-        num_examples: Number of examples in the forward pass, for draws per example (see the module's docstring);
-            None for draws for all examples of the pass.
+        num_examples: Number of examples in the forward pass, for draws per example; None for draws for all of them.
         first_example: Index of the first of them in the whole batch: an int, or an int64 tensor of shape (). Passes
             with another one draw other numbers.
 
@@ -126,8 +123,8 @@ def _is_idle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def detect() -> Detector:
     """Return a scope in which an operation that would draw from a generator raises an error with its name instead.
 
-    It intercepts the operations that torch tags as seeded, below the level of Python, so it detects what `keyed`
-    cannot. It costs far more than `keyed`: use it while tracing, and in the first step.
+    It intercepts the operations that torch tags as seeded, below the level of Python. It costs far more than `keyed`:
+    use it while tracing, and in the first step.
 
     Raises:
         UnkeyedRandomError: Inside the scope, at the first such operation.
@@ -144,11 +141,10 @@ def detect() -> Detector:
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `fn(*args, **kwargs)` without keeping its activations, which backward computes again.
 
-    Inside `keyed`, the second computation starts from the same draw as the first, so that it draws the same
-    numbers, even if backward runs outside of the scope. Elsewhere this is torch's non-reentrant checkpoint, which
-    restores the global generator. In the forward pass of a state's network, the second computation uses the same
-    parameters and buffers as the first, and its writes into buffers (batch norm's statistics) are dropped. Under
-    `torch.func` transforms, where torch has no checkpointing, `fn` runs plainly.
+    Inside `keyed`, the second computation draws the same numbers as the first. Elsewhere this is torch's non-reentrant
+    checkpoint, which restores the global generator. In the forward pass of a state's network, the second computation
+    uses the same parameters and buffers as the first, and its writes into buffers are dropped. Under `torch.func`
+    transforms, where torch has no checkpointing, `fn` runs plainly.
 
     Args:
         fn: A module or a function of tensors.

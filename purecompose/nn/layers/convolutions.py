@@ -3,14 +3,7 @@
     standardized filters:     W' = (W - mean) / sqrt(var + 1e-10),   over all dims of W but the first, biased variance
     squeeze and excitation:   z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a
 
-References:
-    Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
-
-    Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel Normalization
-    and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
-
-    Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
-    https://arxiv.org/abs/1709.01507
+Sources are in the methods that use them, `blurpool`, `weight_standardization` and `squeeze_excite`.
 """
 
 import math

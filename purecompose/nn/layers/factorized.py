@@ -1,9 +1,4 @@
-"""Linear layers and convolutions as products of two thinner ones, the closest to the given layer's weight.
-
-References:
-    Xiangyu Zhang et al.: Accelerating Very Deep Convolutional Networks for Classification and Detection. TPAMI 2016.
-    https://arxiv.org/abs/1505.06798
-"""
+"""Linear layers and convolutions as products of two thinner ones, the closest to the given layer's weight."""
 
 import math
 from typing import Any
@@ -89,7 +84,7 @@ class _Factorized(nn.Module):
 class FactorizedLinear(_Factorized):
     """Layer from (..., in) to (..., k) to (..., out): the closest approximation of the given layer with rank k.
 
-    `weight` and `bias` are available as in a linear layer; the weight is the factors' product, computed on access.
+    `weight` is the factors' product, computed on access.
 
     Args:
         linear: The layer. Its bias is reused, its weight is read.
@@ -125,8 +120,7 @@ class FactorizedLinear(_Factorized):
 class FactorizedConv2d(_Factorized):
     """A convolution to k channels and a 1x1 convolution to the original channels: the closest one with rank k.
 
-    It has the public attributes of the given convolution, including `weight`, the factors' product, which is computed
-    on access, and `bias`.
+    It has the public attributes of the given convolution; `weight` is the factors' product, computed on access.
 
     Args:
         conv: The convolution, with one group. Its bias is reused, its weight is read.

@@ -1,13 +1,7 @@
 """Normalisations with the statistics of parts of a batch, and in half precision where the network computes in it.
 
-Under autocast torch runs layer and group normalisation in float32, so the next operations read and write twice the
-memory. The layers here compute in the dtype that autocast uses for matrix products; their sums are still in float32,
-inside torch's kernels. Their weights have the same names and shapes as in the layers that they replace.
-
-References:
-    Elad Hoffer et al.: Train longer, generalize better. NeurIPS 2017. https://arxiv.org/abs/1705.08741
-
-    Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020. https://arxiv.org/abs/2007.08554
+Under autocast torch runs layer and group normalisation in float32. The layers here compute in the dtype that autocast
+uses for matrix products; their sums are still in float32. Their weights have the same names and shapes.
 """
 
 from typing import Any

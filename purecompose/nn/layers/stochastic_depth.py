@@ -1,16 +1,6 @@
 """Stochastic depth: residual blocks whose branch is dropped at random in training.
 
-With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is dropped:
-
-    "block", in training     act(b F(x) + S(x)), one b for the whole batch, 1 with probability 1 - p;
-                             if b = 0 and S is the identity: x itself
-    "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
-    in evaluation            act((1 - p) F(x) + S(x))
-
-A transformer's block has two such steps, one after the other: each is dropped by a separate draw, both with rate p.
-
-References:
-    Gao Huang et al.: Deep Networks with Stochastic Depth. ECCV 2016. https://arxiv.org/abs/1603.09382
+`algorithms.stochastic_depth` has the formulas and the source.
 """
 
 import inspect
@@ -50,18 +40,15 @@ def residuals(block: nn.Module) -> tuple[Residual, ...]:
     """Return the steps of a residual block in order, recognized by the names of its children; `()` for other modules.
 
     Blocks of one step have either a `branch` and a `shortcut`, and optionally a `relu`, or the children of
-    torchvision's `BasicBlock` (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (also conv3, bn3), and no
-    others. In the last two, convolutions and norms have to be defined in this order: if norms are defined first, the
-    forward presumably applies them first.
+    torchvision's `BasicBlock` (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (also conv3, bn3), defined in
+    this order, and no others.
 
     Blocks of two steps are x + dropout(attention(norm1(x))), then the same with norm2 and feed_forward, as in
-    `purecompose.nn.models`: they have children of these names, dropout being optional, and no others. Each norm has to
-    be defined before the layer that follows it: otherwise the forward presumably applies it afterwards. The forwards of
-    the block, the attention and the feed-forward part take one argument each: others, such as a mask, would be lost.
-    The blocks of `torch.nn` and of Hugging Face's networks are not recognized: they have other names, masks and caches.
+    `purecompose.nn.models`: they have children of these names, dropout being optional, and no others, with each norm
+    before the layer that follows it. The forwards of the block, the attention and the feed-forward part take one
+    argument each.
 
-    Blocks with their own parameters, buffers or hooks, or with a forward set on the instance, are not recognized,
-    because their effects would be lost.
+    Blocks with their own parameters, buffers or hooks, or with a forward set on the instance, are not recognized.
 
     Args:
         block: A module.
@@ -84,8 +71,7 @@ def drop_paths(block: nn.Module) -> tuple[str, ...]:
     """Return the names of the attributes by which a block of timm or Hugging Face drops its branches.
 
     Such a block passes each branch through `self.drop_path`, or `drop_path1`, `drop_path2` and so on: a module of a
-    class called `DropPath` (or `...DropPath`), or, where nothing is dropped, an `nn.Identity` or `None`. Attributes
-    that are already a `DropPath` of this module do not count.
+    class called `DropPath` (or `...DropPath`), or, where nothing is dropped, an `nn.Identity` or `None`.
 
     Args:
         block: A module.
@@ -161,18 +147,16 @@ class StochasticDepth(nn.Module):
         drop_rate: p, in [0, 1].
 
     Attributes:
-        drop_rate: p, a buffer, 0-d float32. A surgery converts the modules that it creates to the dtype of the block's
-            parameters, including this buffer: in a network with bfloat16 parameters 0.1 becomes 0.10009765625.
+        drop_rate: p, a buffer, 0-d float32, which a surgery converts to the dtype of the block's parameters.
 
     Raises:
         TypeError: `block` is not such a block, or the rate is not a number.
         ValueError: The method is unknown, or the rate is out of range.
 
     Note:
-        In training the branch is always computed, and before the shortcut, so that the shortcut gets the input as
-        modified by a branch that works in place. If "block" drops it, changes to its buffers (batch statistics) are
-        undone. Gradients through a dropped branch are zeros if its values are finite: zero times infinity is NaN, so a
-        branch that overflows shows in the gradients, though not in the outputs.
+        In training the branch is always computed, and before the shortcut. If "block" drops it, changes to its buffers
+        (batch statistics) are undone. Gradients through a dropped branch are zeros if its values are finite, otherwise
+        NaN.
 
     Example:
         >>> from purecompose.nn.models import ResidualBlock

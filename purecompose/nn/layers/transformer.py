@@ -5,19 +5,8 @@
     with normalised queries and keys, they are     q_i k_j / (rms(q_i) rms(k_j) sqrt(d)),   rms(x)^2 = mean(x^2) + eps
     a gated feed-forward layer                     act(G x) * (N x)
 
-References:
-    Ashish Vaswani et al.: Attention Is All You Need. NeurIPS 2017. https://arxiv.org/abs/1706.03762
-
-    Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
-    Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
-
-    Alex Henry, Prudhvi Raj Dachapally, Shubham Pawar, Yuxuan Chen: Query-Key Normalization for Transformers. Findings
-    of EMNLP 2020. https://arxiv.org/abs/2010.04245
-
-    Noam Shazeer: GLU Variants Improve Transformer. 2020. https://arxiv.org/abs/2002.05202
-
-    Yann N. Dauphin, Angela Fan, Michael Auli, David Grangier: Language Modeling with Gated Convolutional Networks.
-    2016. https://arxiv.org/abs/1612.08083
+Source of attention: Ashish Vaswani et al.: Attention Is All You Need. NeurIPS 2017. https://arxiv.org/abs/1706.03762
+Those of the others are in the methods that use them, `alibi`, `qk_norm` and `gated_linear_units`.
 """
 
 import math
@@ -223,8 +212,6 @@ def alibi_bias(
 ) -> Tensor:
     """Return the bias of attention's logits, -m_h |i - j|.
 
-    It is computed for any lengths: the bias for a shorter sequence is a corner of the bias for a longer one.
-
     Args:
         num_heads: H.
         length: L, the number of keys.
@@ -347,8 +334,7 @@ class GatedLinearUnit(nn.Module):
     Args:
         features: d.
         width: d_ff.
-        act: The gate's activation, a module or a function: the sigmoid for GLU, GELU for GEGLU, SiLU for SwiGLU, and
-            `nn.Identity()` for the bilinear layer.
+        act: The gate's activation, a module or a function, such as SiLU for SwiGLU.
         gate_bias: True to give the gate a bias.
         linear_bias: True to give the linear layer a bias.
 
@@ -385,8 +371,7 @@ class GatedLinearUnit(nn.Module):
 class ClassesSecond(nn.Module):
     """Wrapper that moves the classes of a network's outputs from the last dim to the second: (N, L, C) to (N, C, L).
 
-    The outputs then have the form that `losses.cross_entropy`, `metrics.accuracy` and methods on targets expect. The
-    result is a view.
+    The outputs then have the form that `losses.cross_entropy` expects. The result is a view.
 
     Args:
         net: A network with logits `(N, ..., C)`; it becomes the submodule `net`.

@@ -70,8 +70,8 @@ def mlp(in_features: Size, hidden: Widths, num_classes: Size, *, dropout: Dropou
 def cnn(in_channels: Size, num_classes: Size, *, width: Size = 16, dropout: Dropout = 0.0) -> nn.Sequential:
     """Return a small convolutional network: four 3x3 convolutions, two max poolings, one linear layer.
 
-    Designed for 28x28 digits on a CPU (99 % on MNIST in two epochs), and usable from 4x4 pixels up. A pooling
-    follows each of the first two convolutions, and the last convolution has a stride of two.
+    For images from 4x4 pixels up, such as digits. A pooling follows each of the first two convolutions, and the last
+    convolution has a stride of two.
 
     Args:
         in_channels: Channels of the images.
@@ -248,15 +248,14 @@ def resnet20(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Seque
 def resnet18(in_channels: Size, num_classes: Size, *, width: Size = 64, small_images: bool = False) -> nn.Sequential:
     """Return a ResNet with four stages of two residual blocks: 11 689 512 weights with 3 channels and 1000 classes.
 
-    Designed for large images: it begins with a 7x7 convolution and a max pooling, each with a stride of two, and the
-    second to fourth stage halve the image and double the channels.
+    It begins with a 7x7 convolution and a max pooling, each with a stride of two, and the second to fourth stage halve
+    the image and double the channels.
 
     Args:
         in_channels: Channels of the images.
         num_classes: Length of the logits.
         width: Channels of the first stage.
-        small_images: True to begin with a 3x3 convolution that keeps the size, for small images such as CIFAR-10's
-            (32x32).
+        small_images: True to begin with a 3x3 convolution that keeps the size.
 
     Raises:
         ValueError: A size is below 1.
@@ -280,8 +279,7 @@ def resnet50(in_channels: Size, num_classes: Size, *, width: Size = 64, small_im
         in_channels: Channels of the images.
         num_classes: Length of the logits.
         width: Channels of the 3x3 convolutions in the first stage, whose output has four times as many.
-        small_images: True to begin with a 3x3 convolution that keeps the size, for small images such as CIFAR-10's
-            (32x32).
+        small_images: True to begin with a 3x3 convolution that keeps the size.
 
     Raises:
         ValueError: A size is below 1.
