@@ -21,20 +21,18 @@ from purecompose.losses.targets import num_examples
 class ModelLoss:
     """The loss that the model computed itself: the outputs' entry or attribute `key`. Targets are not read.
 
-    A scalar is taken as a mean and supports no other reduction; losses per example, (N, ...), support all of them.
-    A scalar does not reveal how many terms it is the mean of. If the batch has labels, microbatches are weighted by the
-    number of labels that are not `ignore_index`, like a language model's loss over padded sentences, so that k
-    microbatches give the gradient of the whole batch; otherwise by their number of examples. The first eager step
-    checks the count against the `logits` among the outputs, if there are any.
+    A scalar is taken as a mean and supports no other reduction; losses per example, (N, ...), support all of them. If
+    the batch has labels, microbatches are weighted by the number of labels that are not `ignore_index`; otherwise by
+    their number of examples. The first eager step checks the count against the `logits` among the outputs, if there are
+    any.
 
     Args:
         key: The outputs' entry or attribute.
         labels: The batch's member (a key of `purecompose.batch`) that holds class indices; by default "labels", if the
             batch has it.
         ignore_index: The label that does not count.
-        shift: Number of labels at the start of the last dim that the model leaves out: 1 for causal language models,
-            which predict each label from the preceding ones. By default 1 for the causal language models of
-            transformers, which `State.create` recognizes, and 0 for other networks.
+        shift: Number of labels at the start of the last dim that the model leaves out; by default 1 for the causal
+            language models of transformers, and 0 for other networks.
 
     Raises:
         ValueError: The outputs contain no such tensor, or reduction "sum" or "none" is requested of a scalar.

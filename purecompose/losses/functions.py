@@ -52,10 +52,8 @@ class CrossEntropy:
     is over the positions that count: indices equal to `ignore_index` and their dense form, rows of zeros, are left
     out. If nothing counts, the mean is NaN, as in torch, and its gradient is 0.
 
-    With `weight` the mean divides by the sum of sum_c weight_c t_c over all positions. For indices torch does the same;
-    for dense targets it divides by the number of positions, so one-hot targets would have another mean than indices.
-    With `label_smoothing` the loss is that of targets (1 - a) t + a / C, and the mean divides by what it would without,
-    as in torch; `algorithms.label_smoothing` divides by the sum of weights of the smoothed targets.
+    With `weight` the mean divides by the sum of sum_c weight_c t_c over all positions, as in torch for indices. With
+    `label_smoothing` the loss is that of targets (1 - a) t + a / C, and the mean divides by what it would without.
 
     Args:
         ignore_index: The target index to ignore.
@@ -180,8 +178,7 @@ class BinaryCrossEntropy:
         mean over elements   1 / (N C) sum_nc l(x_nc, t_nc)
         mean over examples   1 / N sum_nc l(x_nc, t_nc),   C times as large
 
-    with l(x, t) = -t log sigmoid(x) - (1 - t) log(1 - sigmoid(x)). torch averages over elements; the published recipes
-    (`purecompose.recipe`) and their learning rates assume the mean over examples.
+    with l(x, t) = -t log sigmoid(x) - (1 - t) log(1 - sigmoid(x)). torch averages over elements.
 
     Targets have the outputs' shape, with values in [0, 1]; or they are class indices (N, ...) for outputs
     (N, C, ...), C > 1, and are converted to one-hot. A negative index marks an example of no class, which still counts.
@@ -189,8 +186,8 @@ class BinaryCrossEntropy:
     Args:
         mean_over: "elements", or "examples" for sums over all outputs of an example. With reduction "none" the losses
             have the outputs' shape for "elements" and shape (N,) for "examples".
-        pos_weight: The weight of -t log sigmoid(x), by which rare labels count more: a number, or one for each class,
-            C numbers for classes in dim 1. As in torch, the mean still divides by the number of elements.
+        pos_weight: The weight of -t log sigmoid(x): a number, or one for each class, C numbers for classes in dim 1. As
+            in torch, the mean still divides by the number of elements.
 
     Raises:
         TypeError, ValueError: As for `has_index_targets` and `one_hot`; any other `mean_over`; weights that are

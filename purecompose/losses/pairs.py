@@ -22,10 +22,9 @@ class InfoNCE(nn.Module):
 
         l(a, b) = -log (exp(a.b / T) / sum_c exp(a.c / T)),   of normalised vectors
 
-    With `negatives="both"` c runs over both views of all examples, without a itself, and the loss is the mean over all
-    2N vectors: NT-Xent, the loss of SimCLR. With "other" c runs over the other view, and the loss is the mean of both
-    directions: the loss of CLIP. It compares examples (`losses.over_batch`), so that microbatches and processes compute
-    it from the outputs for the whole batch. Targets are not read.
+    With `negatives="both"` c runs over both views of all examples, without a itself: NT-Xent, the loss of SimCLR. With
+    "other" c runs over the other view, and the loss is the mean of both directions: the loss of CLIP. It compares
+    examples (`losses.over_batch`). Targets are not read.
 
     Outputs are one tensor (N, 2, D), or two of shape (N, D) in a tuple, list or mapping. The part "accuracy" is the
     share of vectors whose most similar one is the other view.

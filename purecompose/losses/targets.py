@@ -1,9 +1,9 @@
 """Forms of targets, and `Mixture`: several weighted targets per example.
 
-Class targets are indices (N, ...) or dense (N, C, ...), distinguished by shape. Mixing methods (MixUp, CutMix)
-give each example more than one target: a `Mixture` keeps them as terms, where example i has target t_k[i] with
-weight w_k[i], and sum_k w_k[i] = 1. It is converted to soft targets, sum_k w_k onehot(t_k), only if and when a loss
-needs them. No function here reads a value back from the device.
+Class targets are indices (N, ...) or dense (N, C, ...), distinguished by shape. Mixing methods give each example more
+than one target: a `Mixture` keeps them as terms, where example i has target t_k[i] with weight w_k[i], and sum_k w_k[i]
+= 1. It is converted to soft targets, sum_k w_k onehot(t_k), only if a loss needs them. No function here reads a value
+back from the device.
 """
 
 from __future__ import annotations
@@ -125,8 +125,7 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
 def num_examples(outputs: Any, targets: Any) -> int:
     """Return the number of examples in outputs and targets, pytrees of tensors: the leading size that they agree on.
 
-    The rule is that of `batch.num_examples` for inputs and targets. Outputs that have no size in common with the
-    targets, such as two views of each example, do not count.
+    The rule is that of `batch.num_examples`. Outputs that have no size in common with the targets do not count.
 
     Args:
         outputs: The network's outputs.
@@ -172,7 +171,7 @@ class Mixture:
         targets: One tensor (N, ...) per term: class indices, or dense targets of the outputs' shape.
         weights: One float tensor (N,) per term; over the terms they sum to 1, or to the weight of the example.
         interpolate_loss: True to mix the losses of the terms instead of their targets. Static. If several mixings of
-            one batch differ in it, losses are interpolated, which is correct for every loss; soft targets are not.
+            one batch differ in it, losses are interpolated.
         is_weighted: True if examples have weights, by which the mean of the losses divides. Static; see `weighted`.
 
     Example:
@@ -289,8 +288,8 @@ class Mixture:
     def pasted(self, permutation: Tensor, inside: Tensor) -> Mixture:
         """Give each example its partner's targets within a region, where targets are maps such as masks.
 
-        Each position comes from one example, so nothing is mixed: one term stays one. With K terms, each is pasted into
-        each, with weights w_k[i] w_l[permutation[i]], so every position keeps the weights of the example it comes from.
+        With K terms, each is pasted into each, with weights w_k[i] w_l[permutation[i]], so every position keeps the
+        weights of the example it comes from.
 
         Args:
             permutation: (N,), int64: the partner of example i is example permutation[i].

@@ -26,9 +26,8 @@ def num_terms(
     """Return the number of terms that the loss's mean divides by, the weight of one microbatch among others.
 
     This is the loss's own `num_terms(outputs, targets)` if it has one (0-d, integer or float), else the number of
-    positions it counts (0-d, int64), else the number of examples. torch's cross entropy and negative log likelihood, as
-    functions (also under functools.partial) and as modules, count as torch does, with `ignore_index` and `weight`.
-    The count has a cost; it is meant for steps of several microbatches.
+    positions it counts (0-d, int64), else the number of examples. torch's cross entropy and negative log likelihood
+    count as torch does, with `ignore_index` and `weight`.
 
     Args:
         loss_fn: A loss, `(outputs, targets, reduction="mean")`.
@@ -115,9 +114,8 @@ def denominators_of(loss_fn: Any, targets: Any) -> Any:
 def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Tensor:
     """Return a microbatch's share of the batch's mean: loss * terms / total; the shares add up to the mean.
 
-    A microbatch in which nothing counts (its mean is NaN) adds zero, to the loss and to the gradients.
-
-    Counts given as tensors make the result float32 or wider, whatever the dtype of the loss.
+    A microbatch in which nothing counts (its mean is NaN) adds zero. Counts given as tensors make the result float32 or
+    wider.
 
     Args:
         loss: The microbatch's mean, 0-d.
@@ -236,14 +234,12 @@ Loss = TypeVar("Loss", bound=Callable[..., Any])
 def over_batch(loss: Loss) -> Loss:
     """Declare that a loss couples examples: it is not a mean of losses of single examples.
 
-    Contrastive losses (NT-Xent, InfoNCE, CLIP) and normalisation over the batch are such losses. In microbatches and on
-    several processes, the outputs of all slices are computed first, the loss is that of all outputs together, and the
-    gradient is propagated back slice by slice ("GradCache"). The result is that of the whole batch; only the network's
-    outputs are held for all of it. Each slice passes forward through the network twice. BatchNorm still uses the
-    statistics of each slice.
+    Contrastive losses and normalisation over the batch are such losses. In microbatches and on several processes, the
+    outputs of all slices are computed first, the loss is that of all outputs together, and the gradient is propagated
+    back slice by slice ("GradCache"), so that each slice passes forward twice. BatchNorm still uses the statistics of
+    each slice.
 
-    A sum of means with different denominators is such a loss, too, but needs no second pass if the targets determine
-    the denominators and the loss declares them; see `purecompose.losses`.
+    A sum of means with different denominators needs no second pass if the loss declares them; see `purecompose.losses`.
 
     A class may set the attribute `couples_examples = True` instead of using this function.
 

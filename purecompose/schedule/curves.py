@@ -45,8 +45,7 @@ def linear(alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur",
         alpha_f: The multiplier from `t_max` on.
         t_max: Time at which `alpha_f` is reached, counted from the start of the run, including the warm-up.
         warmup: Duration of the ramp from 0. Like `t_max` in any unit except `sec`; both are counted in batches if the
-            run can convert them, otherwise both must have the same unit (in epochs of unknown length, the multiplier
-            changes only at their ends).
+            run can convert them, otherwise both must have the same unit.
 
     Raises:
         TypeError: An alpha is not a number.
@@ -122,9 +121,8 @@ def one_cycle(
     """Return half a cosine from `alpha_i` up to 1 at the peak, and another one down to `alpha_f`.
 
     Before the peak the multiplier is alpha_i + (1 - alpha_i) (1 - cos(pi t / peak)) / 2, after it the `cosine` from 1
-    to `alpha_f`. The defaults are those of `torch.optim.lr_scheduler.OneCycleLR` (div_factor 25, final_div_factor
-    10^4), relative to its `max_lr`. For the momentum, which that scheduler moves in the opposite direction, use a
-    `one_cycle` whose ends are above 1: `momentum=0.85 * one_cycle(0.95 / 0.85, 0.95 / 0.85)`.
+    to `alpha_f`. The defaults are those of `torch.optim.lr_scheduler.OneCycleLR`, relative to its `max_lr`. For its
+    momentum use a `one_cycle` whose ends are above 1: `momentum=0.85 * one_cycle(0.95 / 0.85, 0.95 / 0.85)`.
 
     Args:
         alpha_i: The multiplier at the start.

@@ -86,8 +86,7 @@ def cosine_warm_restarts(
         warmup: Duration of the ramp from 0 to 1; as for `step`.
 
     Raises:
-        TypeError, ValueError: As for `step`; or `t_mult` is below 1, with which infinitely many restarts would follow
-            within a finite time.
+        TypeError, ValueError: As for `step`; or `t_mult` is below 1.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -213,19 +212,13 @@ def sequence(schedules: Iterable[Scalar], milestones: Iterable[TimeLike]) -> Sch
     """Return schedules in sequence: the first up to the first milestone, the second from there to the next, and so on.
 
     Each schedule treats its part as a separate run: its time counts from the beginning of its part, and "1dur" is the
-    part's length (for the last one, the rest of the run). So `linear(0.0, 1.0)` fills its part, and a `cosine()`
-    after it decreases over all the rest; `linear(0.0, 1.0, t_max="100ba")` ends 100 batches after its part begins,
-    and keeps its last value up to the next milestone. The value at a milestone is the first of the next schedule.
+    part's length (for the last one, the rest of the run). The value at a milestone is the first of the next schedule.
 
     Args:
-        schedules: Numbers, schedules, or products of them, such as `[linear(0.0, 1.0), 0.5 * cosine()]`. A sequence
-            may be one of them; a plain function of the timestamp cannot, since it does not restart.
+        schedules: Numbers, schedules, or products of them, but no plain functions of the timestamp, which do not
+            restart.
         milestones: Beginnings of the parts, from the second on, counted from the start of the run: one fewer than
-            schedules, in increasing order, in any unit except `sec`. A "dur" is a fraction of the run. A milestone that
-            is reached before its predecessor takes effect only together with it.
-
-    Milestones and the times in a part are counted in batches if the run can convert them, otherwise both must have the
-    same unit.
+            schedules, in increasing order, in any unit except `sec`.
 
     Raises:
         TypeError: An item is none of these, or an hparam, whose value a schedule does not know.
@@ -301,9 +294,9 @@ def _checked_parts(schedules: Iterable[Scalar]) -> tuple[Scalar, ...]:
 def from_torch(make: Callable[..., Any], *, every: TimeLike = "1ep", **settings: Any) -> Schedule:
     """Return the multiplier that a scheduler of torch sets on an optimizer whose learning rate is 1.
 
-    The scheduler is run ahead, on a separate optimizer, and its values are stored: the schedule is a function of
-    time, so runs resume exactly from any batch. Settings that torch takes as learning rates (`eta_min`, `max_lr`,
-    `base_lr`) are multipliers here. A scheduler's changes of momentum are ignored.
+    The scheduler is run ahead, on a separate optimizer, and its values are stored, so runs resume exactly. Settings
+    that torch takes as learning rates (`eta_min`, `max_lr`, `base_lr`) are multipliers here. A scheduler's changes of
+    momentum are ignored.
 
     Args:
         make: A class of `torch.optim.lr_scheduler`, or a function `(optimizer, **settings) -> scheduler`.

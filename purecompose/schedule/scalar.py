@@ -30,8 +30,7 @@ class _Factor:
 class Hparam(_Factor):
     """A scalar that is stored under its name, as a 0-d tensor, in `state.hparams`.
 
-    Members of a population may have different values, and gradients flow to it. `default` is the initial value in
-    the state. Created by `hparam`.
+    Members of a population may have different values, and gradients flow to it. Created by `hparam`.
 
     Args:
         name: The name.
@@ -61,8 +60,8 @@ class Hparam(_Factor):
 class Schedule(_Factor):
     """A multiplier that changes with time: `schedule(timestamp) -> float`.
 
-    Created by `constant`, `cosine`, `step` and similar functions, or from a plain function by `scheduled`. Schedules
-    with equal settings are equal; those around a plain function are equal if the function is the same object.
+    Created by `cosine` and similar functions, or from a plain function by `scheduled`. Schedules with equal settings
+    are equal; those around a plain function are equal if the function is the same object.
 
     Args:
         fn: The function of the timestamp.
@@ -110,14 +109,12 @@ class Schedule(_Factor):
     def scaled(self, ratio: float, *, scale_warmup: bool = False) -> Schedule:
         """Return the same curve over a time stretched by a factor: its value at t is this one's value at t / ratio.
 
-        Absolute times (`ep`, `ba`, `sp`, `tok`) are multiplied by the ratio, and not rounded. Fractions of
-        the run (`dur`) do not change, because they follow the run's length; a schedule with only such times is returned
-        unchanged.
+        Absolute times (`ep`, `ba`, `sp`, `tok`) are multiplied by the ratio, and not rounded. Fractions of the run
+        (`dur`) do not change.
 
         Args:
             ratio: The factor, above 0; at 1 the schedule is returned unchanged.
-            scale_warmup: True to stretch warm-ups (`warmup=`), too. By default they keep their duration, and the rest
-                of the curve is between their end and the stretched `t_max`.
+            scale_warmup: True to stretch warm-ups (`warmup=`), too.
 
         Raises:
             TypeError, ValueError: A setting is of the wrong kind or out of range; or the schedule is around a plain
@@ -194,8 +191,7 @@ def hparam(name: str, default: float) -> Hparam:
 def scheduled(fn: Callable[[Timestamp], float]) -> Schedule:
     """Make a schedule from a plain function of the timestamp.
 
-    The function runs on the host, outside traced code, and must return a finite number, not a tensor. Keep it
-    at module level: two lambdas are different schedules, even with the same code.
+    The function runs on the host, outside traced code. Keep it at module level: two lambdas are different schedules.
 
     Args:
         fn: A function of the timestamp that returns a finite number.
