@@ -18,9 +18,8 @@ class Splitter:
 
     Args:
         num_examples: `batch -> int`, the number of examples.
-        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded. It is
-            not needed where batches are not cut; whatever would cut them (microbatches, several processes, methods that
-            choose examples) is then refused by name.
+        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded.
+            Without it, whatever would cut batches is refused by name.
 
     Raises:
         TypeError: An argument is not a function.
@@ -44,10 +43,10 @@ class Splitter:
 def num_examples(batch: Any, field: Field | None = None, dim: int = 0, target_field: Field | None = None) -> int:
     """Return the number of examples in a batch, from the sizes of all its tensors along the dimension of the examples.
 
-    If the sizes differ, some tensors belong to all examples (weights of the classes, position ids of shape (1, L)).
-    Those of the input and the target then decide, or all tensors if these two have none: it is the one size that occurs
-    in the input and in the target; the one other than 1 if there are two; or that of the input if the target is absent
-    or has only size 1. Anything else is ambiguous.
+    If the sizes differ, some tensors belong to all examples, such as weights of the classes. Those of the input and the
+    target then decide, or all tensors if these two have none: it is the one size that occurs in the input and in the
+    target; the one other than 1 if there are two; or that of the input if the target is absent or has only size 1.
+    Anything else is ambiguous.
 
     Args:
         batch: The batch.
@@ -164,10 +163,9 @@ def split(batch: Any, num_parts: int, num: int | None = None, dim: int = 0) -> l
     """Cut the batch along the dimension of the examples into `num_parts` parts of (nearly) equal size.
 
     Sizes differ by at most one, larger parts first. Members that are *per example* are cut: tensors and arrays whose
-    leading dimension is the number of examples, and lists and tuples of that length without a tensor in them, such as
-    the examples' names. All other members (a 0-d tensor, a text, settings) are contained whole in each part. If a
-    member that is not per example has that length by chance, give it another form, such as a named tuple or a leading
-    dimension of 1.
+    leading dimension is the number of examples, and lists and tuples of that length without a tensor in them. All other
+    members are contained whole in each part. If one of those has that length by chance, give it a leading dimension of
+    1.
 
     Args:
         batch: The batch.
@@ -216,8 +214,7 @@ def bounds(total: int, num_parts: int) -> list[int]:
 def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
     """Return the chosen examples, in that order; members that are not per example (see `split`) are unchanged.
 
-    Examples of lists and arrays are chosen on the host: this waits for the device, and is not possible under `vmap` or
-    while tracing.
+    Examples of lists and arrays are chosen on the host, which is not possible under `vmap` or while tracing.
 
     Args:
         batch: The batch.

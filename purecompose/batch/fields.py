@@ -15,8 +15,7 @@ from purecompose._support.internals import is_transforming
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
     """Apply `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
 
-    Other leaves are unchanged; an object without tensors is shared. The sizes in a packed sequence count as its form:
-    they stay on the host.
+    Other leaves are unchanged; an object without tensors is shared. The sizes in a packed sequence stay on the host.
 
     Args:
         fn: A function of one tensor.

@@ -6,9 +6,8 @@ Integers, `uniform` on [0, 1) and `bernoulli` have equal bits on every device an
 and under vmap; draws that compute logarithms and cosines agree up to the last few bits. `bits` and `uniform` of a key
 equal those of torch's own Philox kernels, and `normal` up to rounding.
 
-Every draw takes a key (int64 of shape (2,)) or an `Rng` as its first argument, creates its result on the key's
-device, and does not use torch's global generators. Two draws from one key read the same words: split the key, or
-name the draws.
+Every draw takes a key (int64 of shape (2,)) or an `Rng` as its first argument, and creates its result on the key's
+device. Two draws from one key read the same words: split the key, or name the draws.
 """
 
 import math
@@ -316,16 +315,14 @@ def choice(key: Tensor | Rng, n: int, k: int, p: Tensor | Sequence[float] | None
     """Choose `k` of `n` positions without replacement, in the order of drawing.
 
     Position i arrives after an exponential time of rate `p[i]` and the first k are taken, which has the same
-    distribution as drawing one by one with renormalised weights. A position of weight 0 comes last, and is taken only
-    if there are fewer than `k` others.
+    distribution as drawing one by one with renormalised weights. A position of weight 0 comes last.
 
     Args:
         key: A key or an `Rng`; the examples of one of several are ignored.
         n: Number of positions.
         k: Number of positions to choose.
-        p: Weights of the positions, of length n, not negative, with any sum; None for equal weights. A tensor's
-            values are not checked. With weights the draw computes logarithms, and in rare cases may differ between
-            devices.
+        p: Weights of the positions, of length n, not negative, with any sum; None for equal weights. A tensor's values
+            are not checked. With weights the draw may in rare cases differ between devices.
 
     Returns:
         int64 of shape (k,), positions in [0, n).

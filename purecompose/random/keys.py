@@ -2,8 +2,7 @@
 
 A key is an int64 tensor of shape (2,), a seed and an offset, as in torch's own kernels, where it is uint64. It is the
 start of a stream of blocks of four words: a draw reads the first of them, and `fold_in(key, data)` takes block `data`
-as the new key. So use a key for one of these only: for draws, or as the parent of other keys. The draws of an `Rng`
-have streams of their own, one for each name and each example.
+as the new key. So use a key for draws or as the parent of other keys, not for both.
 """
 
 from dataclasses import dataclass, field, replace
@@ -47,13 +46,11 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
 class Rng:
     """A key and a name, which together determine a draw.
 
-    Two draws from one `Rng` read the same words: give each its own name. Tensor fields are pytree leaves,
-    host numbers are part of the structure.
+    Two draws from one `Rng` read the same words: give each its own name. Tensor fields are pytree leaves.
 
     Args:
         key: int64 of shape (2,).
-        draw: A 32-bit salt that identifies the draw; a host number, or a 0-d int64 tensor. It is added to the upper
-            words of the seed and the offset, so that each name has a stream of its own.
+        draw: A 32-bit salt that identifies the draw; a host number, or a 0-d int64 tensor.
         examples: None for draws about the whole batch; else the keys of the examples, int64 of shape (n, 2), or of a
             single one, (2,). `per_example` makes them.
 

@@ -80,16 +80,14 @@ def operate(
     """Replace modules in the network of a state, and keep its weights and their optimizer memory.
 
     Each module is visited once, parents before children, in the order of definition. Neither the replaced module nor
-    the result of a rule is searched. A module that is used in several places is replaced in all of them, except inside
-    new modules into which another rule has put it; tied parameters stay tied. New modules get the training flag of the
-    module that they replace. New parameters are drawn with the state's key and moved to its device, floating ones to
-    the floating dtype of the module that they replace.
+    the result of a rule is searched. A module that is used in several places is replaced in all of them; tied
+    parameters stay tied. New modules get the training flag of the module that they replace. New parameters are drawn
+    with the state's key, and floating ones get the floating dtype of the module that they replace.
 
-    A rule is given a copy of the module that shares its tensors. It may change settings of this module, and remove
-    parameters and modules from it, if it returns the module, which then counts as replaced.
+    A rule is given a copy of the module that shares its tensors. If the rule changes and returns it, it counts as
+    replaced.
 
-    Slots are not changed: entries of a slot for single parameters keep the old names. Between two steps, rename them
-    yourself by `report.kept`, or start such a method afterwards.
+    Slots are not changed: entries of a slot for single parameters keep the old names.
 
     Args:
         state: A state, before or during a run.
@@ -98,8 +96,8 @@ def operate(
         name: Name of the surgery in warnings and errors, and of its draws.
         where: Pattern or patterns (`fnmatch`) of the names of modules that may be replaced, with all that they contain,
             such as "student.*"; by default all, also those that are frozen.
-        skips_frozen: Leave parts without trainable parameters alone, such as a frozen teacher: modules with parameters
-            of which none trains, with all that they contain. If nothing trains in the whole network, none is skipped.
+        skips_frozen: Leave modules with parameters of which none trains alone, with all that they contain. If nothing
+            trains in the whole network, none is skipped.
 
     Returns:
         The new state, or the given one if nothing was replaced, and what was changed.

@@ -95,15 +95,14 @@ def with_weights(state: State, name: str) -> State:
 def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State:
     """Return the state with BatchNorm's statistics of the averages computed from data, as means over all batches.
 
-    Activations of averaged weights have other means and variances than those of the individual weights. Here the
-    averaged network processes the data once, with every module except BatchNorm in evaluation mode, and all batches
-    have equal weight. The live weights and their statistics are unchanged. A method that continues averaging overwrites
-    the statistics at its next update. For a network without BatchNorm the state is returned unchanged.
+    The averaged network processes the data once, with every module except BatchNorm in evaluation mode, and all batches
+    have equal weight. The live weights and their statistics are unchanged. For a network without BatchNorm the state is
+    returned unchanged.
 
     Args:
         state: A single state, between steps.
         data: Batches in the form used in training; a few dozen are enough. A `DataLoader` without a generator uses the
-            run's key, so that the same call gives the same result.
+            run's key.
         weights: Name of the averaging algorithm, such as "swa".
 
     Raises:
@@ -184,8 +183,8 @@ class Statistics(NamedTuple):
 def statistics_of(model: models.Model) -> Statistics:
     """Return the model that computes a network's statistics, for BatchNorm in training mode that keeps statistics.
 
-    Ghost batch normalisation uses the statistics of whole batches, which are the same in expectation. The statistics of
-    a layer that is called several times in a pass are means over its calls.
+    Ghost batch normalisation uses the statistics of whole batches. The statistics of a layer that is called several
+    times in a pass are means over its calls.
     """
     root = model.skeleton(train=True).blank_copy()
     norms = [module for module in root.modules() if isinstance(module, _BatchNorm) and module.training]

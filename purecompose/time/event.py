@@ -1,7 +1,6 @@
 """The named points of the training loop.
 
-Every algorithm acts at events, and every loop program contains events. An event's properties are derived from its
-name, so that no separate list has to be kept consistent with the members.
+Every algorithm acts at events, and every loop program contains events. An event's properties are derived from its name.
 """
 
 import enum
@@ -13,9 +12,9 @@ from purecompose._support.specs import did_you_mean
 class Event(enum.Enum):
     """A named point of the loop; the value is the name in lower case.
 
-    `Event(text)` looks a member up by its name in any case. Members are plain: hashable, printed as
-    `Event.INIT`, and not to be compared with strings (convert first). INIT and the two checkpoint events have
-    no partner; each other event opens or closes something, and the two halves of a pair share a `canonical_name`.
+    `Event(text)` looks a member up by its name in any case. Members are hashable, and not to be compared with strings.
+    INIT and the two checkpoint events have no partner; each other event opens or closes something, and the two halves
+    of a pair share a `canonical_name`.
 
     Raises:
         ValueError: No event has that name; close ones are listed.
@@ -101,8 +100,7 @@ class Event(enum.Enum):
     def is_reversed(self) -> bool:
         """True if algorithms run in reverse order here, so that the first one in is the last one out.
 
-        This applies to every AFTER_* event, including EVAL_AFTER_* and PREDICT_AFTER_*. *_END events keep the listed
-        order, because nothing that an algorithm did at *_START is still open there.
+        This applies to every AFTER_* event. *_END events keep the listed order.
         """
         return "AFTER_" in self.name
 

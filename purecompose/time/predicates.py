@@ -1,9 +1,7 @@
 """Predicates over events and time, which decide when an algorithm acts; they combine with `&`, `|` and `~`.
 
 A predicate is a function `(event, state) -> bool` that can also be simplified in two ways: for a known event (`at`),
-and for the next batches (`during`). "From halfway on" is then a constant for half a run, and a training step
-evaluates only predicates that are not constant. An ordinary function can be used as a predicate and is evaluated in
-every step.
+and for the next batches (`during`). A training step evaluates only predicates that are not constant.
 """
 
 import math
@@ -65,9 +63,8 @@ class Predicate:
     def during(self, timestamp: Timestamp) -> "tuple[Predicate, float]":
         """Return the predicate simplified from `timestamp` on, and the batch count at which this ends.
 
-        The simplified predicate agrees with this one at every timestamp of the same run and epoch whose
-        `batch` is at least `timestamp.batch` and below the second result. It is `ALWAYS` or `NEVER` if the predicate
-        cannot change in that stretch.
+        The simplified predicate agrees with this one at every timestamp of the same run and epoch whose `batch` is at
+        least `timestamp.batch` and below the second result.
         """
         del timestamp
         return self, math.inf
@@ -469,8 +466,8 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
             batches selects the batches in which a multiple of it is passed.
         in_epoch: True to count from the start of each epoch instead of the start of the run.
         since: A point of the run, as for `after`, from which to count. The first turn is the first batch that reaches
-            it or, if the interval is in epochs, the first end of an epoch from there on. If the run cannot express the
-            point in batches, counting starts at the start of the run.
+            it or, if the interval is in epochs, the first end of an epoch from there on. A point that is not a number
+            of batches counts as the start of the run.
 
     Raises:
         ValueError: The interval is not positive, or in a unit that cannot be counted in batches, or `since` is given

@@ -203,8 +203,7 @@ TimeUnit.EPOCH), batches_per_epoch=3))
 
         None for a run without a duration, or with one in seconds.
 
-        It changes with every batch if the duration can be counted in batches, otherwise with the counter of
-        the duration's unit (for epochs of unknown length, at their ends).
+        It changes with every batch if the duration can be counted in batches, otherwise with the counter of its unit.
         """
         total = self.run.total_batches
         if total is not None:

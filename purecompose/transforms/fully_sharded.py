@@ -33,11 +33,9 @@ def fully_sharded(step: Step, mesh: Any, gather: Literal["step", "layer"] = "ste
     update and averages of weights, is computed on each process's rows.
 
     With `gather="step"`, all parameters are gathered at once: during a gradient a process holds all of them, and all
-    gradients, and the messages have as many bytes as those of `data_parallel`, whatever the number of microbatches.
-    With `gather="layer"`, each function of the network gathers the parameters that it reads, in the forward pass and
-    again in the backward pass, and a gradient is summed and divided once it is complete: a process holds those of one
-    layer at a time. Messages have half as many bytes again, for each microbatch, and all processes must call the same
-    layers in the same order, whatever their examples.
+    gradients. With `gather="layer"`, each function of the network gathers the parameters that it reads, in the forward
+    pass and again in the backward pass, and a gradient is summed and divided once it is complete. Messages have half as
+    many bytes again, for each microbatch, and all processes must call the same layers in the same order.
 
     Args:
         step: A step made by `compose`.
@@ -98,9 +96,8 @@ def shard(state: State, mesh: Any) -> State:
     """Return the state with each process holding some rows of every parameter, and of what is kept for each of them.
 
     Divided are the parameters and, in the optimizer's state and in slots, mappings from parameters' names to tensors of
-    their shapes, such as moments and averages. They become `torch.distributed.tensor.DTensor`s, divided in dimension 0
-    along the mesh's last dimension, and the same along the others. Everything else, and tensors without dimensions,
-    remains whole on each process. No message is sent.
+    their shapes. They become `torch.distributed.tensor.DTensor`s, divided in dimension 0 along the mesh's last
+    dimension, and the same along the others. Everything else remains whole on each process. No message is sent.
 
     Args:
         state: A state that is the same on all processes, after `step.init`.
@@ -202,7 +199,7 @@ def materialized(
 
     The network may be larger than the memory of a process, which holds the whole tensors of one module at a time. Each
     module is initialised by its `reset_parameters`, if it has that method, and then by `init`, both on the CPU. The
-    draws depend on the key and on the module's place among the modules, and so not on the number of processes.
+    draws do not depend on the number of processes.
 
     Args:
         net: A network whose tensors are on the meta device: `with torch.device("meta"): net = Net()`. Buffers that have

@@ -150,9 +150,8 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
     Args:
         step: The step of one member, as `compose` makes it.
         n: The number of members.
-        chunk_size: Number of members computed at a time, which bounds the memory for activations; by default
-            all. If it divides n, a compiled step on the CPU calls one graph for each chunk, and is faster if the
-            tensors of a chunk fit into the processor's cache.
+        chunk_size: Number of members computed at a time, which bounds the memory for activations; by default all. If it
+            divides n, a compiled step on the CPU calls one graph for each chunk.
         batches: "shared": all members train on the given batch. "each": every tensor of the batch has a
             leading dimension of n, with a batch for each member.
 
@@ -258,13 +257,13 @@ def unstack_states(state: State) -> list[State]:
 def by_form(fn: Callable[[State, int], Any], states: Iterable[State]) -> list[Any]:
     """Call a function once for all states of one form, stacked, and return its results in the order of the states.
 
-    So an ensemble may have members of several widths or architectures: each form is a population of its own. States
-    have one form if `stack_states` can stack them.
+    So an ensemble may have members of several widths or architectures, one population for each form. States have one
+    form if `stack_states` can stack them.
 
     Args:
-        fn: Function `(states, n) -> result` of the stacked states of n members. Of the result each member gets its
-            part: a state, if it is a population's; its row of every tensor, and its place in every list of n numbers,
-            as `evaluate` returns them, also in dicts, lists and tuples, such as the batches of `predict`.
+        fn: Function `(states, n) -> result` of the stacked states of n members. Each member gets its part of the
+            result: a state; its row of every tensor, and its place in every list of n numbers, also in dicts, lists and
+            tuples.
         states: The members.
 
     Raises:
