@@ -25,8 +25,7 @@ from purecompose import State, compose, loop_events, losses, optim
 from purecompose._support.device import arithmetic
 from purecompose.nn import models
 from purecompose.transforms.compilation.capture import capture, fake_mode
-from purecompose.transforms.compilation.messages import memories, messages, write_early
-from purecompose.transforms.compilation.updates import update_in_place
+from purecompose.transforms.compilation.updates import memories, messages, update_in_place, write_early
 from purecompose.transforms.signature import FIELDS, Boundary, Signature
 
 

@@ -24,10 +24,6 @@ from purecompose.algorithms._around_updates import (
 from purecompose.algorithms._averages import add_to_mean as add_to_mean, compute_ema as compute_ema
 from purecompose.algorithms._batch_sizes import warmup_batch_size as warmup_batch_size
 from purecompose.algorithms._convolutions import to_channels_last as to_channels_last
-from purecompose.algorithms._crops_and_flips import (
-    alternating_flip_batch as alternating_flip_batch,
-    random_crop_batch as random_crop_batch,
-)
 from purecompose.algorithms._cutmix import cutmix_batch as cutmix_batch, cutmix_box as cutmix_box
 from purecompose.algorithms._dropout import (
     gyro_dropout_mask as gyro_dropout_mask,
@@ -44,13 +40,11 @@ from purecompose.algorithms._image_operations import (
     randaugment_batch as randaugment_batch,
 )
 from purecompose.algorithms._initial_weights import whitening_filters as whitening_filters
-from purecompose.algorithms._label_smoothing import smooth_labels as smooth_labels
 from purecompose.algorithms._layer_freezing import frozen_layers as frozen_layers, layers_of as layers_of
 from purecompose.algorithms._measurements import (
     critical_batch_size as critical_batch_size,
     estimate_noise as estimate_noise,
 )
-from purecompose.algorithms._mixup import mixup_batch as mixup_batch
 from purecompose.algorithms._parts.surgery import apply_surgery as apply_surgery
 from purecompose.algorithms._per_example_clipping import (
     clip_per_example as clip_per_example,
@@ -68,7 +62,12 @@ from purecompose.algorithms._seq_length_warmup import (
     set_batch_sequence_length as set_batch_sequence_length,
     warmup_length as warmup_length,
 )
-from purecompose.algorithms._test_time_averaging import average_over_views as average_over_views
+from purecompose.algorithms._targets import mixup_batch as mixup_batch, smooth_labels as smooth_labels
+from purecompose.algorithms._views import (
+    alternating_flip_batch as alternating_flip_batch,
+    average_over_views as average_over_views,
+    random_crop_batch as random_crop_batch,
+)
 from purecompose.algorithms.images.samples import sample_transform as sample_transform
 from purecompose.nn.layers.convolutions import (
     blur_2d as blur_2d,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from purecompose.transforms.compilation.messages import messages
+from purecompose.transforms.compilation.updates import messages
 
 
 FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"

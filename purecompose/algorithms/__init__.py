@@ -32,14 +32,12 @@ from purecompose.algorithms._convolutions import (
     squeeze_excite as squeeze_excite,
     weight_standardization as weight_standardization,
 )
-from purecompose.algorithms._crops_and_flips import alternating_flip as alternating_flip, random_crop as random_crop
 from purecompose.algorithms._cutmix import cutmix as cutmix
 from purecompose.algorithms._dropout import gyro_dropout as gyro_dropout, stochastic_depth as stochastic_depth
 from purecompose.algorithms._erasing import colout as colout, cutout as cutout
 from purecompose.algorithms._gradient_clipping import gradient_clipping as gradient_clipping
 from purecompose.algorithms._image_operations import augmix as augmix, randaugment as randaugment
 from purecompose.algorithms._initial_weights import initialize as initialize, patch_whitening as patch_whitening
-from purecompose.algorithms._label_smoothing import label_smoothing as label_smoothing
 from purecompose.algorithms._layer_freezing import layer_freezing as layer_freezing
 from purecompose.algorithms._linear_layers import (
     activation as activation,
@@ -51,7 +49,6 @@ from purecompose.algorithms._measurements import (
     gradient_norm as gradient_norm,
     training_metrics as training_metrics,
 )
-from purecompose.algorithms._mixup import mixup as mixup
 from purecompose.algorithms._no_op_model import no_op_model as no_op_model
 from purecompose.algorithms._norms import (
     fused_layernorm as fused_layernorm,
@@ -68,11 +65,16 @@ from purecompose.algorithms._per_example_clipping import per_example_clipping as
 from purecompose.algorithms._progressive_resizing import progressive_resizing as progressive_resizing
 from purecompose.algorithms._selective_backprop import selective_backprop as selective_backprop
 from purecompose.algorithms._seq_length_warmup import seq_length_warmup as seq_length_warmup
-from purecompose.algorithms._test_time_averaging import test_time_averaging as test_time_averaging
+from purecompose.algorithms._targets import label_smoothing as label_smoothing, mixup as mixup
 from purecompose.algorithms._transformers import (
     logit_softcap as logit_softcap,
     qk_norm as qk_norm,
     value_embeddings as value_embeddings,
+)
+from purecompose.algorithms._views import (
+    alternating_flip as alternating_flip,
+    random_crop as random_crop,
+    test_time_averaging as test_time_averaging,
 )
 from purecompose.core.algorithm import Algorithm
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support.checks import shown
-from purecompose.algorithms._mixup import check_mixable, draw_share, mixture_for, with_examples
 from purecompose.algorithms._parts.checks import WrittenField, chosen_fields, needed_rng
 from purecompose.algorithms._parts.images import are_maps, check_images
+from purecompose.algorithms._targets import check_mixable, draw_share, mixture_for, with_examples
 from purecompose.algorithms.images.levels import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State

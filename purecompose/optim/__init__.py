@@ -16,8 +16,13 @@ from purecompose.optim.from_torch import from_torch as from_torch
 from purecompose.optim.lbfgs import lbfgs as lbfgs
 from purecompose.optim.matrices import adafactor as adafactor, muon as muon
 from purecompose.optim.protocol import Optimizer as Optimizer, OptState as OptState, Value as Value
-from purecompose.optim.sgd import decoupled_sgdw as decoupled_sgdw, lion as lion, sgd as sgd
-from purecompose.optim.sparse import adagrad as adagrad, sparse_adam as sparse_adam
+from purecompose.optim.sgd import (
+    adagrad as adagrad,
+    decoupled_sgdw as decoupled_sgdw,
+    lion as lion,
+    sgd as sgd,
+    sparse_adam as sparse_adam,
+)
 
 
 publish(__name__)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum and weight decay, and Lion, which takes only the momentum's sign."""
+"""Stochastic gradient descent, Lion, Adagrad, and Adam for embeddings, which may move looked-up rows only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import suggests_keywords
-from purecompose.optim.base import Betas, ByGroup, Decay, GivenGroups, Rate, decayed, read, wide_dtype
-from purecompose.optim.lists import add, increment, lerp, multiply, sign, unbound
+from purecompose.optim.adam import correction
+from purecompose.optim.base import Betas, ByGroup, Constant, Decay, GivenGroups, Rate, decayed, read, wide_dtype
+from purecompose.optim.lists import add, divide, increment, lerp, multiply, root_plus, sign, unbound
 from purecompose.optim.protocol import Value
-from purecompose.optim.rows import tables_apart
+from purecompose.optim.rows import Lists, moved, tables_apart
 from purecompose.schedule import Scalar
 
 
@@ -236,3 +237,183 @@ class Lion(ByGroup):
         _, params = decayed("by rate", grads, params, self.moving_decay, self.lr, value)
         directions = sign(lerp(slots["exp_avg"], grads, 1 - beta1))
         return add(params, directions, -read(self.lr, value)), {"exp_avg": lerp(slots["exp_avg"], grads, 1 - beta2)}
+
+
+@suggests_keywords
+def adagrad(
+    lr: Scalar = 1e-2,
+    *,
+    lr_decay: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+    groups: GivenGroups = (),
+) -> Adagrad:
+    """Return Adagrad, equal to `torch.optim.Adagrad`, also with its sparse gradients.
+
+    With g the gradient plus weight_decay * p, and t the number of the parameter's update, counted from 1::
+
+        s <- s + g^2
+        p <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
+
+    An element whose gradient is zero stays as it is unless it decays. So a compiled step of a large embedding reads and
+    writes only rows that the batch looks up.
+
+    Args:
+        lr: The learning rate, >= 0.
+        lr_decay: The growth of the divisor of the learning rate with each update, >= 0.
+        weight_decay: The L2 penalty's factor, >= 0, added to the gradient.
+        initial_accumulator_value: The sum before the first update; a number, >= 0.
+        eps: Added to the root; a number, >= 0.
+        groups: Options for parameters by a pattern of their names, as for `sgd`.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{"sum": {name: tensor}}`, of the parameters' shapes and dtypes, and
+        with `lr_decay` also `{"step": {name: tensor}}`, 0-d float32 counts of updates.
+
+    Raises:
+        TypeError, ValueError: A setting is of the wrong kind or out of range, or a group has an unknown option.
+
+    Example:
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> optimizer = adagrad(0.5)
+        >>> optimizer.update({"w": torch.tensor([3.0, 0.0])}, optimizer.init(params), params)[0]["w"]
+        tensor([0.5000, 2.0000])
+
+    References:
+        Duchi et al., Adaptive subgradient methods for online learning and stochastic optimization, 2011.
+    """
+    return Adagrad(lr, lr_decay, weight_decay, initial_accumulator_value, eps, groups)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Adagrad(ByGroup):
+    """Optimizer returned by `adagrad`; see there."""
+
+    lr: Rate
+    lr_decay: Rate
+    weight_decay: Rate
+    initial_accumulator_value: Constant
+    eps: Constant
+    groups: GivenGroups = ()
+    is_elementwise = True
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("sum",) if self.lr_decay == 0.0 else ("step", "sum")
+
+    @property
+    def moves_rows(self) -> bool:
+        return self.weight_decay == 0.0
+
+    def fresh(self, slot: str, param: Tensor) -> Tensor:
+        """Return a count, or the sum before the first update; complex numbers have a sum for each part."""
+        if slot == "step":
+            return super().fresh(slot, param)
+        value = self.initial_accumulator_value
+        return torch.full_like(param, complex(value, value) if param.is_complex() else value, requires_grad=False)
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        lr = read(self.lr, value)
+        grads, params = decayed("coupled", grads, params, self.weight_decay, self.lr, value)
+
+        def sums_and_moves(sums: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            sums = add(sums, multiply(grads, grads), 1.0)
+            return sums, divide(grads, root_plus(sums, self.eps))
+
+        if self.lr_decay != 0.0:
+            counts = torch.stack(slots["step"]).to(wide_dtype(params))
+            rates = unbound(lr / (1 + counts * read(self.lr_decay, value)))
+            sums, moves = sums_and_moves(slots["sum"], grads)
+            new_slots = {"step": increment(slots["step"]), "sum": sums}
+            return add(params, multiply(moves, rates), -1.0), new_slots
+
+        def rest(lists: Lists, grads: list[Tensor]) -> Lists:
+            sums, moves = sums_and_moves(lists[1], grads)
+            return [add(lists[0], moves, -lr), sums]
+
+        lists = [params, slots["sum"]]
+        apart = tables_apart("adagrad", lists, grads, [lr, self.eps], rest) if self.moves_rows else rest(lists, grads)
+        return apart[0], {"sum": apart[1]}
+
+
+@suggests_keywords
+def sparse_adam(
+    lr: Scalar = 1e-3, *, betas: tuple[Scalar, Scalar] = (0.9, 0.999), eps: float = 1e-8, groups: GivenGroups = ()
+) -> SparseAdam:
+    """Return lazy Adam for embeddings, equal to `torch.optim.SparseAdam`.
+
+    Rows whose gradient is not zero move as by `adam`; other rows and their averages stay as they are. So a row that no
+    index of the batch names does not move by its momentum, and its averages do not decay. All rows share the count of
+    updates. For the other parameters of a network use another optimizer: `by_pattern({"embed.weight": sparse_adam()},
+    adam())`. In a parameter of one dimension each element is a row.
+
+    A compiled step reads and writes only the rows of a large embedding that the batch looks up; see "Large embeddings"
+    in the guide to training.
+
+    `torch.optim.SparseAdam` also moves a row that an index names and whose gradient is exactly zero, as that of a token
+    that the loss masks.
+
+    Args:
+        lr: The learning rate, >= 0.
+        betas: Decay rates of the two averages, each in [0, 1).
+        eps: Added to the root; a number, >= 0.
+        groups: Options for parameters by a pattern of their names, as for `sgd`.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is that of `adam`, `{"step": {name: 0-d float32}, "exp_avg": {name:
+        tensor}, "exp_avg_sq": {name: tensor}}`.
+
+    Raises:
+        TypeError, ValueError: A setting is of the wrong kind or out of range, or a group has an unknown option.
+
+    Example:
+        >>> params, optimizer = {"embed": torch.zeros(2, 2)}, sparse_adam(0.1)
+        >>> grads = {"embed": torch.tensor([[0.0, 0.0], [3.0, -0.5]])}
+        >>> params, opt_state = optimizer.update(grads, optimizer.init(params), params)
+        >>> params["embed"]
+        tensor([[ 0.0000,  0.0000],
+                [-0.1000,  0.1000]])
+        >>> optimizer.update({"embed": torch.zeros(2, 2)}, opt_state, params)[0]["embed"].equal(params["embed"])
+        True
+
+    References:
+        Kingma and Ba, Adam: a method for stochastic optimization, 2015, arXiv:1412.6980.
+    """
+    return SparseAdam(lr, betas, eps, groups)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SparseAdam(ByGroup):
+    """Optimizer returned by `sparse_adam`; see there."""
+
+    lr: Rate
+    betas: Betas
+    eps: Constant
+    groups: GivenGroups = ()
+    is_elementwise = True
+
+    @property
+    def moves_rows(self) -> bool:
+        return True
+
+    @property
+    def called(self) -> str:
+        return "sparse_adam"
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("step", "exp_avg", "exp_avg_sq")
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        lr, beta1, beta2 = (read(scalar, value) for scalar in (self.lr, *self.betas))
+        steps = increment(slots["step"])
+        count = torch.stack(steps).to(wide_dtype(params))
+        rates = unbound(correction(beta2, count).sqrt() * lr / correction(beta1, count))
+        scalars = [rates, beta1, beta2, self.eps]
+        new, averages, squares = moved("sparse_adam", params, grads, [slots["exp_avg"], slots["exp_avg_sq"]], scalars)
+        return new, {"step": steps, "exp_avg": averages, "exp_avg_sq": squares}

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from purecompose import losses
-from purecompose.algorithms._label_smoothing import label_smoothing, smooth_labels
+from purecompose.algorithms._targets import label_smoothing, smooth_labels
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.loop import loop_events

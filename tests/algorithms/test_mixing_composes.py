@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from purecompose import losses, random
 from purecompose.algorithms._cutmix import cutmix, cutmix_box
-from purecompose.algorithms._label_smoothing import label_smoothing
-from purecompose.algorithms._mixup import mixup
+from purecompose.algorithms._targets import label_smoothing, mixup
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.passes import DEFAULT_PASSES

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from purecompose import losses, random, tree
-from purecompose.algorithms._mixup import mixup, mixup_batch
+from purecompose.algorithms._targets import mixup, mixup_batch
 from purecompose.core.compose import compose
 from purecompose.loop import loop_events
 from purecompose.random import Rng

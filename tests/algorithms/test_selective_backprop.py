@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from purecompose import losses, random, tree
-from purecompose.algorithms._mixup import mixup
 from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss, selective_backprop
+from purecompose.algorithms._targets import mixup
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.passes import DEFAULT_PASSES

@@ -41,7 +41,6 @@ from purecompose.transforms.compilation.gpu import (
     storing_by_bytes,
 )
 from purecompose.transforms.compilation.inductor import inductor_for
-from purecompose.transforms.compilation.messages import UPDATES, write_early
 from purecompose.transforms.compilation.rewriting import (
     DECOMPOSITIONS,
     accumulate_rows,
@@ -49,7 +48,7 @@ from purecompose.transforms.compilation.rewriting import (
     replace_draws,
     with_channels_last,
 )
-from purecompose.transforms.compilation.updates import look_up_rows, update_in_place
+from purecompose.transforms.compilation.updates import UPDATES, look_up_rows, update_in_place, write_early
 
 
 Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]

@@ -30,8 +30,8 @@ from purecompose.core.operation import NO_PURPOSE, Carry, Operation, Purpose
 from purecompose.core.state import State
 from purecompose.core.values import fields_where
 from purecompose.errors import TraceError
-from purecompose.transforms.compilation.messages import drop_unread
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Sizes
+from purecompose.transforms.compilation.updates import drop_unread
 from purecompose.transforms.signature import FIELDS, Boundary, Signature, Source, Spec, Writes
 
 

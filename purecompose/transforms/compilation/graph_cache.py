@@ -22,7 +22,6 @@ from purecompose.errors import TraceError
 from purecompose.transforms.compilation.backends import Options
 from purecompose.transforms.compilation.building import Builder, SlicedPart
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE, explained, fake_mode, state_of
-from purecompose.transforms.compilation.messages import check_alike
 from purecompose.transforms.compilation.parts import (
     EAGER,
     CompiledPart,
@@ -33,6 +32,7 @@ from purecompose.transforms.compilation.parts import (
     Stretch,
     Variant,
 )
+from purecompose.transforms.compilation.updates import check_alike
 from purecompose.transforms.members import member
 from purecompose.transforms.signature import ABSENT, FIELDS, LASTING, Boundary, Signature
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.algorithms._label_smoothing import smooth_labels
-from purecompose.algorithms._test_time_averaging import test_time_averaging
+from purecompose.algorithms._targets import smooth_labels
+from purecompose.algorithms._views import test_time_averaging
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.time.event import Event

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from purecompose import tree
 from purecompose.core.ranks import Ranks
 from purecompose.testing.process import in_process_group
-from purecompose.transforms.compilation.messages import described, drop_unread, write_early
+from purecompose.transforms.compilation.updates import described, drop_unread, write_early
 from tests.transforms.compilation.message_scenarios import SAME_BITS, results
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose.core.ranks import Ranks
-from purecompose.transforms.compilation.messages import write_early
+from purecompose.transforms.compilation.updates import write_early
 
 
 def two_layers(first: Tensor, second: Tensor, mean: Tensor, inputs: Tensor) -> list[Tensor]:
