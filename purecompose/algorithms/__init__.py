@@ -1,4 +1,4 @@
-"""The training methods. Each file has a factory that returns an `Algorithm`, and its functional core.
+"""The training methods. Each module has factories that return an `Algorithm`, and their functional cores.
 
 A setting of the wrong type or out of range, and a field for writing that can only be read, raise a `TypeError` or
 `ValueError` that names it; docstrings list the other errors.
