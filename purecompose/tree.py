@@ -309,8 +309,8 @@ def describe(tensor: Tensor, *, with_device: bool = True) -> str:
 def global_norm(tree: Any) -> Tensor:
     """Return the Euclidean norm of all tensor leaves together, 0-d; 0 for an empty tree.
 
-    Leaves of half precision are converted to float32. Of tensors that are divided among processes, each computes its
-    rows, and the result is the same on all.
+    Leaves of half precision are converted to float32. The norm of tensors that are divided among processes is the same
+    on all.
 
     Args:
         tree: A pytree, such as a dict, a tuple or a state.

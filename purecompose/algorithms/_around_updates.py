@@ -83,10 +83,8 @@ def sam(
         epsilon: Added to the norm of the gradient, at least 1e-30.
         every: The number of steps from one such step to the next.
         per_rank: In a step of several processes (`data_parallel`), each process moves along the gradient of its own
-            part of the batch instead of the whole batch's, so that each part has its own point (m-sharpness in the
-            paper, which found that small parts generalise better). This needs one more gradient, also in a single
-            process, where the point is that of the whole batch; edits of other methods to the first gradient are not
-            used.
+            part of the batch, so that each part has its own point (m-sharpness in the paper). This needs one more
+            gradient.
         name: Name of the algorithm and of its metric.
 
     Example:
@@ -223,8 +221,7 @@ def schedule_free_step(
     Args:
         base: The iterates z, floating, by name.
         averages: The averages x, with the same names, shapes and dtypes.
-        moved: y = `(1 - beta) z + beta x` after an optimizer's step, with the same names and shapes; it may be in half
-            precision while z and x are in float32.
+        moved: y = `(1 - beta) z + beta x` after an optimizer's step, with the same names and shapes.
         beta: The position of y between z (0) and x (1).
         share: The weight c of the new z in x, in [0, 1]; a number or a 0-d tensor. 1 in the first step.
 
@@ -259,22 +256,20 @@ def schedule_free(beta: Annotated[float, Within(0, 1, below=True)] = 0.9, *, nam
     y. Its rate may warm up, but should not decrease. w uses the learning rate of the optimizer, not of its groups; if
     it has none, x is the plain mean.
 
-    The slot contains z, and x as `Averages`. Evaluation and prediction with `step=` use x, as in `fit`;
-    `to_module(state, weights="schedule_free")` and `with_weights` return it. BatchNorm's statistics are those of y, and
-    wrong for x: `with_statistics(state, data, weights="schedule_free")` computes the right ones.
+    The slot contains z, and x as `Averages`. Evaluation and prediction with `step=` use x; `to_module(state,
+    weights="schedule_free")` and `with_weights` return it. BatchNorm's statistics are those of y:
+    `with_statistics(state, data, weights="schedule_free")` computes those of x.
 
     A step that is skipped, or whose gradients another method keeps for later, changes nothing; a parameter without a
-    gradient, such as in a frozen layer, is not changed, and neither is its average.
+    gradient is not changed, and neither is its average.
 
     Events: INIT; AFTER_TRAIN_BATCH, to store the learning rate; BATCH_END; EVAL_START and PREDICT_START, where x
     replaces the weights in a temporary state. Reads and replaces: the trainable parameters.
 
-    Difference from the paper: Adam's bias correction is part of Adam's step and not of the learning rate, so it does
-    not affect w, as in the authors' later code.
+    Adam's bias correction does not affect w, as in the authors' later code.
 
     Args:
-        beta: The position between the iterates (0) and the averages (1) at which gradients are taken, in [0, 1); 0 for
-            plain averaging of the iterates.
+        beta: The position between the iterates (0) and the averages (1) at which gradients are taken, in [0, 1).
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Warns:

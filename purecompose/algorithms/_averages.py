@@ -81,10 +81,10 @@ def ema(
     replace the weights in a temporary state. Reads parameters and buffers.
 
     Args:
-        half_life: The time after which the contribution of a weight is halved, in batches, epochs or as a share of the
-            run: "100ba", "2ep", "0.01dur"; by default "1000ba" unless `smoothing` is given.
-        smoothing: The factor s in [0, 1] for each update, instead of a half-life. An `hparam` or a schedule may be
-            given, and gradients flow to an hparam.
+        half_life: The time after which the contribution of a weight is halved, such as "100ba", "2ep" or "0.01dur"; by
+            default "1000ba" unless `smoothing` is given.
+        smoothing: The factor s in [0, 1] for each update, instead of a half-life; an `hparam` or a schedule may be
+            given.
         warmup: The number of updates in which s rises to 63 % of its value; 2000 is common.
         power: The exponent of the upper bound of s.
         start: The time at which averaging begins, a share of the run or a time.
@@ -92,7 +92,7 @@ def ema(
         buffers: Patterns (`fnmatch`) of the names of buffers to average; by default running means and variances.
             `("*",)` averages all floating buffers, `()` none.
         where: Pattern or patterns of the names of parameters and buffers to average, such as "student.*"; by default
-            all. The others are those of the live network.
+            all.
         name: Name of the algorithm, of its slot, and of the weights for `to_module`.
 
     Raises:
@@ -252,9 +252,9 @@ def swa(
         A_n = A_{n-1} + (W_n - A_{n-1}) / n
 
     with W_n the weights at the n-th update: the first update is at the first batch from `start` on (for an interval in
-    epochs, the first that ends an epoch), and updates follow at intervals of `every`, up to and including `end`. The
-    trainable parameters are averaged. With `swa_lr` the learning rate changes from its schedule to this constant, over
-    `anneal_steps` intervals from `start` on; also for each group that has a separate rate:
+    epochs, the first that ends an epoch), and updates follow at intervals of `every`, up to and including `end`. With
+    `swa_lr` the learning rate changes from its schedule to this constant, over `anneal_steps` intervals from `start`
+    on; also for each group that has a separate rate:
 
         lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
@@ -271,8 +271,8 @@ def swa(
     live weights. The live weights are never overwritten.
 
     Events: INIT; BATCH_END in every interval from `start` to `end`; AFTER_TRAIN_BATCH from `end` on; EVAL_START and
-    PREDICT_START, where the averages replace the weights in a temporary state. Reads parameters and buffers; with
-    `swa_lr`, it replaces the optimizer's learning rate at INIT.
+    PREDICT_START, where the averages replace the weights in a temporary state. With `swa_lr`, it replaces the
+    optimizer's learning rate at INIT.
 
     Args:
         start: The time at which averaging begins, a share of the run or a time.

@@ -135,12 +135,12 @@ def gradient_accumulation(
 
     Args:
         num_steps: k, the number of batches per update; with 1 the algorithm never matches.
-        where: Pattern or patterns (`fnmatch`) of the names of parameters that wait, such as "blocks.*"; by default all.
+        where: Pattern or patterns (`fnmatch`) of the names of parameters that wait; by default all.
         name: Name of the algorithm and of its slot.
 
     Raises:
-        TypeError, ValueError: `num_steps` is not an int, or below 1. At INIT: a pattern that matches no trainable
-            parameter. RuntimeError, in the step: a parameter is trained that was frozen at INIT.
+        TypeError, ValueError: At INIT: a pattern that matches no trainable parameter. RuntimeError, in the step: a
+            parameter is trained that was frozen at INIT.
 
     Example:
         >>> gradient_accumulation(4)

@@ -44,8 +44,8 @@ def blurpool(
                                       every s-th of k * conv_1(x)   otherwise, as in the paper
         a max pooling of stride s     every s-th of k * max_1(x)
 
-    Max poolings are replaced if they are strided; convolutions if they are strided and have at least `min_channels`
-    input channels. Weights are kept.
+    Max poolings are replaced if they are strided; convolutions if they are strided and have enough channels. Weights
+    are kept.
 
     Poolings with an overridden forward, hooks or parametrized tensors are not replaced. With `blur_first=False` the
     same is true of convolutions; with `blur_first=True` they are wrapped as they are.
@@ -201,9 +201,8 @@ def squeeze_excite(
     Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
 
     Args:
-        latent_channels: The hidden width: an integer of at least 1, or, if below 1, a share of the convolution's output
-            channels, rounded down. The authors recommend 64 or more.
-        min_channels: The least number of input channels and of output channels of a convolution that is replaced.
+        latent_channels: The hidden width: an integer of at least 1, or, if below 1, a share of the output channels.
+        min_channels: The least number of input and of output channels of a convolution that is replaced.
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm and of the draws of its weights.
 

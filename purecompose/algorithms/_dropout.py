@@ -71,8 +71,7 @@ def stochastic_depth(
         drop_rate: The probability that a branch is skipped, in [0, 1]; for "linear", in the last block. With the number
             0 the algorithm never matches. An `hparam` or a schedule may be given.
         drop_distribution: "linear" for rates that rise with the depth, "uniform" for equal rates.
-        drop_warmup: The time during which rates rise from 0: a share of the run, or a time such as "0.1dur", "2ep",
-            "500ba".
+        drop_warmup: The time during which rates rise from 0: a share of the run, or a time such as "2ep".
         name: Name of the algorithm and of its metric.
 
     Raises:
@@ -209,8 +208,8 @@ def gyro_dropout_mask(
         shape: The shape (N, ...) of the layer's inputs.
         p, sigma, tau: See `gyro_dropout`.
         period: The number of the choice, from 0: an int, or a 0-d int64 tensor.
-        groups: (N,), int64, below tau: the index of each row's mask among the chosen ones, instead of tau groups of
-            consecutive rows. Values are not checked.
+        groups: (N,), int64, below tau: the index of each row's mask among the chosen ones (not checked), instead of tau
+            groups of consecutive rows.
 
     Returns:
         The masks, bool, of the given shape. In training a layer returns `inputs * mask / (1 - p)`.
@@ -258,8 +257,7 @@ class _Place(NamedTuple):
 class GyroDropout(nn.Module):
     """Layer that replaces `nn.Dropout`: `(N, ...) -> (N, ...)`, the identity in evaluation.
 
-    Its draws depend only on its buffer, which `gyro_dropout` updates; a module that is called twice in a forward pass
-    uses the same masks in both calls.
+    Its draws depend only on its buffer, which `gyro_dropout` updates.
 
     Args:
         p, sigma, tau: See `gyro_dropout`.
@@ -299,14 +297,12 @@ class GyroDropoutState(NamedTuple):
 def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, name: str = "gyro_dropout") -> Algorithm:
     """Replace dropout by dropout with a bank of masks.
 
-    A bank of sigma masks corresponds to sigma subnetworks. For a period of several batches, tau of the masks, chosen
-    without replacement, are used: the rows of each batch are split into tau groups of (nearly) equal size, one for each
-    mask. In training a layer returns
+    For a period of several batches, tau of a bank of sigma masks, chosen without replacement, are used: the rows of
+    each batch are split into tau groups of (nearly) equal size, one for each mask. In training a layer returns
 
         y = x mask / (1 - p),   each element of a mask is 1 with probability 1 - p
 
-    and in evaluation y = x. In a run of T batches, other masks are chosen every int(T / sigma) * tau batches, so that
-    over the run each mask is trained for about as long as if it were chosen once.
+    and in evaluation y = x. In a run of T batches, other masks are chosen every int(T / sigma) * tau batches.
 
     No masks are stored: mask j of a layer is drawn from (the run's key, layer, j), and the choice from (key, layer,
     period). The inputs of these draws are kept in one buffer that all layers share.
@@ -320,8 +316,8 @@ def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, nam
     networks, (1024, 8) for ResNet-18 and BERT.
 
     Args:
-        p: The probability of dropping an element, in [0, 1), for every layer; the probabilities of the replaced layers
-            are ignored. With 0 the algorithm never matches and the network keeps its dropout.
+        p: The probability of dropping an element, in [0, 1), for every layer, in place of those of the replaced layers.
+            With 0 the algorithm never matches.
         sigma: The number of masks in each layer's bank, at least 1.
         tau: The number of masks used for a batch, in [1, sigma]; a batch with fewer rows uses one mask per row.
         name: Name of the algorithm, of its slot and of its draws.

@@ -55,8 +55,8 @@ def factorize(
         factorize_convs: Replace convolutions.
         factorize_linears: Replace linear layers.
         min_channels: The least number of input channels and of output channels of a convolution that is replaced.
-        latent_channels: The number of channels between the factors of a convolution: an integer of at least 1, or, if
-            below 1, a share of the smaller of its numbers of input and output channels, rounded down, at least 1.
+        latent_channels: The number of channels between the factors of a convolution, k: an integer of at least 1, or,
+            if below 1, a share of the smaller of its numbers of input and output channels, rounded down, at least 1.
         min_features: As `min_channels`, for the features of linear layers.
         latent_features: As `latent_channels`, for the features of linear layers.
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
@@ -163,8 +163,8 @@ def gated_linear_units(
     Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
 
     Args:
-        act_fn: The gate's activation: one of `ACTIVATIONS`, or a module or function, which is copied for each block.
-            By default, each block keeps its activation.
+        act_fn: The gate's activation: one of `ACTIVATIONS`, or a module or function, which is copied for each block; by
+            default that of the block.
         gated_layer_bias: Give G a bias.
         non_gated_layer_bias: Give N a bias.
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.

@@ -169,7 +169,10 @@ def gradient_noise_scale(
     microbatches, the gradient of the first half of the batch is computed in addition, at the cost of half a gradient,
     with the result of two microbatches.
 
-    Events: INIT (the slot), BEFORE_TRAIN_BATCH, AFTER_BACKWARD (the norm of a part), AFTER_TRAIN_BATCH (the norm of the
+    Events: INIT, BEFORE_TRAIN_BATCH, AFTER_BACKWARD (the norm of a part), AFTER_TRAIN_BATCH (the norm of the batch;
+        before methods that change gradients). Does not change training; adds `metrics[f"{name}/critical_batch_size"]`
+        (B_simple, in examples; infinite if the average of |G|^2 is not above 0), `f"{name}/squared_norm"` and
+        `f"{name}/trace"`, which may be negative. All three are NaN before the first estimate. Remembers a `NoiseScale`.
     batch; before methods that change gradients, such as `sam` and clipping). Reads gradients, outputs and the batch.
     Does not change training; adds `metrics[f"{name}/critical_batch_size"]` (B_simple, in examples; infinite if the
     average of |G|^2 is not above 0, and 0 if the average of tr(Sigma) is negative), `f"{name}/squared_norm"` and
@@ -180,8 +183,7 @@ def gradient_noise_scale(
     microbatches and fewer than four examples.
 
     Args:
-        decay: The factor by which the weight of an estimate falls with each later one, in [0, 1); 0.95 averages over
-            about 20 steps, 0 keeps only the last estimate.
+        decay: The factor by which the weight of an estimate falls with each later one, in [0, 1).
         name: Name of the algorithm, of its slot and of its metrics.
 
     Raises:

@@ -44,15 +44,14 @@ def mixup_batch(
         inputs: (N, ...). Integers and bools are promoted to the default float dtype.
         targets: (N, ...), indices or dense, or a `Mixture`; the result has twice as many terms.
         alpha: See `mixup`; 0 does not mix. The value of a (0-d) tensor is not checked.
-        mixing: The share of the partner in [0, 1], used instead of a draw: a number, or a tensor, 0-d or with one
-            value for each example, (N,), which are not checked.
+        mixing: The share of the partner in [0, 1], used instead of a draw: a number, or a tensor, 0-d or (N,), which is
+            not checked.
         indices: (N,), int64, the partner of each example, used instead of a random order.
         per_example, interpolate_loss: See `mixup`.
 
     Returns:
-        The mixed inputs, with the inputs' shape and a floating dtype, and the targets: a `Mixture` whose second
-        half of terms are the partners' targets, with weight `mixing`. `mixture.soft(outputs)` returns soft
-        targets.
+        The mixed inputs, of a floating dtype, and a `Mixture` whose second half of terms are the partners' targets,
+        with weight `mixing`.
 
     Raises:
         TypeError: Inputs or targets are not tensors, or there is no key although something must be drawn.
@@ -116,9 +115,9 @@ def mixup(
         target_field: Field of the batch with the target; defaults to the state's target field.
 
     Raises:
-        TypeError, ValueError: At INIT: there is no target, the model computes the loss itself, or `interpolate_loss`
-            is set and the loss has no reduction. In the step: the inputs are not one tensor, or have dtype int32 or
-            int64 like token ids, because a mixture of two ids is not an id.
+        TypeError, ValueError: At INIT: there is no target, the model computes the loss itself, or `interpolate_loss` is
+            set and the loss has no reduction. In the step: the inputs are not one tensor, or have a dtype of token ids,
+            int32 or int64.
 
     Example:
         >>> mixup(0.2)
@@ -205,7 +204,7 @@ def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float
         num: The number of examples with separate draws; `None` for one draw.
 
     Returns:
-        The draw, 0-d or (num,), float32; a number where the host can read it at once, and 0.0 if alpha is the number 0.
+        The draw, 0-d or (num,), float32; a number where the host can read it at once.
     """
     if not isinstance(alpha, Tensor):
         if alpha == 0:

@@ -47,7 +47,7 @@ def random_crop_batch(
     Args:
         key: A random key.
         images: (N, C, H, W), of any dtype.
-        targets: Any object. Masks are tensors (N, H, W) or (N, C, H, W), of any dtype.
+        targets: Any object. Masks are tensors (N, H, W) or (N, C, H, W).
         padding, mode, crop_targets: See `random_crop`.
 
     Returns:
@@ -164,8 +164,7 @@ def alternating_flip_batch(
         inputs: Images (N, C, H, W), of any dtype.
         targets: A tensor, a `Mixture` or a tree of tensors.
         epoch: The number of epochs finished, an int or 0-d int64.
-        examples: The number of each example in the data, integers (N,); by default a hash of each image's content, for
-            which images must come as they are in the data.
+        examples: The number of each example in the data, integers (N,); by default a hash of each image's content.
         mirror_targets: See `alternating_flip`.
 
     Returns:
@@ -339,6 +338,7 @@ def test_time_averaging(
     Training is not changed. Averaged weights, as those of `ema`, serve for all copies.
 
     Events: EVAL_AFTER_FORWARD, PREDICT_AFTER_FORWARD, with `step=` as for all methods. Reads the batch; reads and
+        replaces the outputs. AFTER events reverse the order: list it after methods that change outputs there.
     replaces the outputs. List it after methods that change outputs at these events: AFTER events reverse the order.
 
     Args:
@@ -349,8 +349,8 @@ def test_time_averaging(
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
 
     Raises:
-        TypeError, ValueError: In an evaluation: the inputs are not images or not larger than the shift, the outputs are
-            not floating, or they are maps and there is a shift.
+        TypeError, ValueError: In an evaluation: the inputs are not images or not larger than the shift; the outputs are
+            not floating, or are maps and there is a shift.
 
     Example:
         >>> test_time_averaging(shift=1)

@@ -101,8 +101,7 @@ class _Cache:
 class Step:
     """A training step: `step(state, batch) -> state`. Made by `compose`; immutable.
 
-    A step is data: a program, algorithms, the passes that order them, and how batches are cut. Transforms such as
-    `population` and `data_parallel` return a step with other data.
+    A step is data. Transforms such as `population` and `data_parallel` return a step with other data.
 
     Attributes:
         program: The loop program.
@@ -413,8 +412,7 @@ def compose(
 
     Args:
         program: The loop, such as `loop_events`, or a plain list of events. A list of algorithms stands for
-            `loop_events` and these algorithms: `compose([mixup()])` is `compose(loop_events, [mixup()])`, and
-            `compose([])` is `compose(loop_events)`.
+            `loop_events` and these algorithms.
         algorithms: The methods, in their order of application unless the passes change it.
         passes: Functions that order the algorithms at each event, applied from left to right.
         microbatches: Number of slices into which `Microbatches` cuts a batch; by default 1.
@@ -433,9 +431,8 @@ def compose(
 
     Warns:
         UserWarning: An algorithm acts at an event of a training step which the program lacks, or batches are to be cut
-            and the program has no `Microbatches`. In the first step: the program has a `Grad` and no `update`, and no
-            parameter has changed; it trains, draws and has no `advance`; or an algorithm computes gradients again that
-            another one has edited at the same event.
+            and the program has no `Microbatches`. In the first step: the program trains nothing, or repeats its draws;
+            or an algorithm computes gradients again that another one has edited at the same event.
 
     Example:
         >>> from purecompose import loop_events

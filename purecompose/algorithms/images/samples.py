@@ -38,17 +38,15 @@ def sample_transform(
     """Return a method's core as a transform of a data set's samples, for use in the loader's processes.
 
     Images are PIL images or tensors (C, H, W), and stay what they are. `colout_batch` also changes targets that are
-    masks of their images: PIL images, and tensors (C, H, W) of the images' size; tensors (H, W) only with
-    `resize_target=True`.
+    masks of their images: PIL images, and tensors (C, H, W); tensors (H, W) only with `resize_target=True`.
 
     Args:
         core: `randaugment_batch`, `augmix_batch`, `cutout_batch`, `colout_batch`, or a function of the same form.
         input_field: Field of the sample with the image; defaults to the sample itself, or the first member of a tuple
             or list.
         target_field: Field of the sample with the target; defaults to the second member of a tuple or list, if any.
-        settings: Settings of the core. `value_range` is by default (0, 1), since one image does not show the range of
-            the data set. Floats outside the range, such as those of normalised images, are rejected: apply the
-            transform before the normalisation, or pass their range.
+        settings: Settings of the core. `value_range` is by default (0, 1). Floats outside the range are rejected: apply
+            the transform before a normalisation, or pass their range.
 
     Returns:
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
@@ -86,9 +84,8 @@ class SampleTransform:
     Args:
         core: A picklable function `(key, image (C, H, W)) -> image`, of any size.
         input_field, target_field: See `sample_transform`.
-        takes_target: True if the core only moves pixels, and changes the target as well:
-            `(key, image, target) -> (image, target)`. A target is any tree; PIL images in it are passed as tensors
-            (C, H, W) and converted back. Such a core accepts any mode of whole bytes, including palettes and depths.
+        takes_target: True if the core only moves pixels, and changes the target as well: `(key, image, target) ->
+            (image, target)`. A target is any tree; PIL images in it are passed as tensors (C, H, W) and converted back.
         value_range: The values of black and white of floats; values outside are rejected. By default all are accepted.
 
     Example:
@@ -115,8 +112,7 @@ class SampleTransform:
         Args:
             sample: A sample of the data set.
             rng: The source of randomness: a key, as passed by `data.loader(..., rng="key")`, or a generator; with
-                `None` torch's global one, which loaders seed for each sample. Different methods draw different numbers
-                from one `Rng`; to apply one method twice, use `rng.named(...)` for the second time.
+                `None` torch's global one. To apply one method twice, use `rng.named(...)` for the second time.
 
         Raises:
             TypeError: There is no image, or `rng` is not a source of randomness.

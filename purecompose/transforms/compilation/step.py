@@ -40,10 +40,8 @@ def compile(  # noqa: A001
 ) -> "CompiledStep":
     """Return a step that computes the same in compiled code.
 
-    Each schedule (which algorithms act) and each form of batch (its structure, shapes, dtypes and devices) is traced
-    once into a flat graph of tensor operations, forward, backward and update together, and compiled; from then on a
-    step is one look-up and one call. No guards run: the key of the look-up contains everything that the graph
-    assumes.
+    Each schedule (which algorithms act) and each form of batch is traced once into a flat graph of tensor operations,
+    forward, backward and update together, and compiled; from then on a step is one look-up and one call. No guards run.
 
     With `donate`, the new parameters are written into the old ones' memory, and the state that a step was given is
     *spent* if it was returned by this step: reading its `params`, `buffers`, `opt_state`, `slots` or `hparams` raises a
@@ -56,16 +54,14 @@ def compile(  # noqa: A001
         step: A step made by `compose`, `population` or `data_parallel`.
         donate: True to write new values over old ones.
         mode: As in `torch.compile`: `"max-autotune"` benchmarks kernels, `"reduce-overhead"` replays CUDA graphs.
-        backend: `"inductor"`; `"eager"`, which runs the traced graph without compiling it, to distinguish errors of
-            tracing from errors of compiling, or for donation alone; or any other backend of `torch.compile`.
+        backend: `"inductor"`; `"eager"`, which runs the traced graph without compiling it; or any other backend of
+            `torch.compile`.
         fallback: True to run a step as composed, with one warning, instead of raising if it cannot be traced or
             Inductor fails on it.
-        eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
-            worth a variant. The rule is fixed, so that a resumed run does the same.
+        eager_below: Batches with fewer examples run as composed, such as the short last batch of an epoch.
         dynamic: True to leave the number of examples open: one variant serves all sizes from 2 on, if the algorithms
-            permit it. `"all"` leaves all sizes of the batch open, such as nodes and edges of graphs or the length of
-            sequences, as far as the step does not require a certain one. Useful for batches whose size changes often;
-            code for a fixed size is faster.
+            permit it. `"all"` leaves all sizes of the batch open, such as the length of sequences. Code for a fixed
+            size is faster.
         max_variants: Number of parts that may be compiled before a `VariantLimitError` reports the cause of so many.
         quiet: True to suppress announcements of compilations on standard error.
 
