@@ -9,7 +9,7 @@ from purecompose._support.messages import warn
 from purecompose._support.objects import check_hidden
 from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.layout import Cut, Layout
+from purecompose.core.context import Cut, Layout
 from purecompose.core.loop import advance, loop_events
 from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
 from purecompose.core.passes import Pass, order_by_constraints

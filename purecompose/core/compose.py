@@ -35,10 +35,9 @@ from purecompose.core.composable import (
     warn_of_whole_batches,
     with_usual_loop,
 )
-from purecompose.core.context import Context, SealedTime, Static, describe_moment
+from purecompose.core.context import Context, Cut, SealedTime, Static, describe_moment
 from purecompose.core.contract import Contract, Observe
 from purecompose.core.gradient import wants_outer_gradient
-from purecompose.core.layout import Cut
 from purecompose.core.loop import advance
 from purecompose.core.loss import Constant, check_constants, constants_of
 from purecompose.core.operation import SINGLE, Carry, Lowered, Members, Node, Operation, Place, Purpose, walk

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from purecompose.core.algorithm import Algorithm
+from purecompose.core.context import Cut
 from purecompose.core.contract import Contract
-from purecompose.core.layout import Cut
 from purecompose.core.ranks import Ranks, SharedPart, Sharing
 from purecompose.core.state import State, check_single
 from purecompose.nn.keyed.draws import CURRENT, Part

@@ -12,8 +12,8 @@ from torch import Tensor
 from purecompose import losses
 from purecompose.combinations import unsupported
 from purecompose.core.again import repeatable
+from purecompose.core.context import Cut
 from purecompose.core.gradient import Forward, differentiate
-from purecompose.core.layout import Cut
 from purecompose.core.means import with_whole_loss
 from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, walk
 from purecompose.core.program import Program, Stage, Update, as_nodes, matching_params

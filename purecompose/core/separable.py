@@ -19,6 +19,7 @@ from purecompose import batch as batches, losses, tree
 from purecompose._support.checks import shown
 from purecompose._support.internals import has_values, is_transforming
 from purecompose._support.messages import warn
+from purecompose.core.context import Cut
 from purecompose.core.halves import (
     Comparison,
     Found,
@@ -29,7 +30,6 @@ from purecompose.core.halves import (
     is_differentiable,
     largest,
 )
-from purecompose.core.layout import Cut
 from purecompose.core.means import denominators, num_terms, targets_of_loss
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation
 from purecompose.core.state import State

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
-from purecompose.core.layout import Cut
+from purecompose.core.context import Cut
 from purecompose.core.means import (
     averaged,
     averaged_grads,

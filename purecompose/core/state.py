@@ -16,8 +16,7 @@ from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import PRECISIONS
 from purecompose.core.calls import per_example, rng_of_turn, run_loss, run_model
-from purecompose.core.context import Context, Static, describe_moment, state_as_html
-from purecompose.core.layout import Splitter
+from purecompose.core.context import Context, Splitter, Static, describe_moment, state_as_html
 from purecompose.core.loss import joined, scalars_of
 from purecompose.core.ranks import Sharing
 from purecompose.core.values import TENSOR_FIELDS, Values, fields_where

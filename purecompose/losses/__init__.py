@@ -16,7 +16,6 @@ examples.
 """
 
 from purecompose._support.exports import publish
-from purecompose.losses.ctc_loss import CTC as CTC, ctc as ctc
 from purecompose.losses.evaluation import (
     check_loss as check_loss,
     evaluate_loss as evaluate_loss,
@@ -37,9 +36,11 @@ from purecompose.losses.functions import (
     focal as focal,
     mse as mse,
 )
-from purecompose.losses.pairs import (
+from purecompose.losses.structured import (
+    CTC as CTC,
     Distillation as Distillation,
     InfoNCE as InfoNCE,
+    ctc as ctc,
     distillation as distillation,
     info_nce as info_nce,
 )

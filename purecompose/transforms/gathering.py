@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from purecompose._support.shards import check_alike, is_shard, local, names_by_memory, place_of, placed
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.ranks import Ranks, SharedPart, scaled, scaled_with_statistics
-from purecompose.nn.gathering import GatheredOnUse
+from purecompose.nn.network import GatheredOnUse
 from purecompose.transforms.rank_results import with_means
 
 

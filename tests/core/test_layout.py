@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, batch as batches, optim
-from purecompose.core.layout import Layout, Splitter
+from purecompose.core.context import Layout, Splitter
 from purecompose.testing.process import played
 from tests.helpers import assert_near, trained_by_torch
 

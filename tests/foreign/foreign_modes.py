@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, batch as batches, optim, tree
-from purecompose.core.layout import Layout
+from purecompose.core.context import Layout
 from purecompose.testing.process import played
 from purecompose.transforms.population import stack_states, unstack_states
 from tests.foreign.foreign_case import Batch, Case

@@ -6,7 +6,7 @@ import torch
 import purecompose as pc
 from purecompose import Event, compose, loop_events, tree
 from purecompose.batch import split
-from purecompose.core.layout import Cut
+from purecompose.core.context import Cut
 from purecompose.core.scopes import Grad, Microbatches
 from tests.helpers import assert_same, changing, make_batch, make_mlp, make_state, noise, run_steps
 from tests.sampling import one_in

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on, tree
 from purecompose.algorithms._around_updates import perturb_params
-from purecompose.core.layout import Layout
+from purecompose.core.context import Layout
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Microbatches
 from purecompose.loop import forward, loss, update

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.internals import FakeTensorMode
-from purecompose.core.layout import Layout
+from purecompose.core.context import Layout
 from purecompose.transforms.compilation.inductor import constant_source
 from purecompose.transforms.signature import Signature, Spec
 

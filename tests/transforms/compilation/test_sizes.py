@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from purecompose import Event, State, algorithms as alg, every
 from purecompose.batch import Splitter
-from purecompose.core.layout import Layout
+from purecompose.core.context import Layout
 from purecompose.testing.case import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation.capture import fake_mode
