@@ -284,9 +284,8 @@ def check_labelled(name: str, loss_fn: losses.ModelLoss) -> None:
     if loss_fn.labels is None:
         raise TypeError(
             f"{name}: expected a loss that gives losses per example, got {loss_fn!r}, one number for a whole batch; "
-            "name the labels, as in losses.ModelLoss(labels='labels', shift=1) for a causal language model (shift=0 "
-            "if logits and labels are aligned), to compute them from the outputs' logits; or use a loss of outputs "
-            "and targets, such as losses.cross_entropy"
+            "name the labels, as in losses.ModelLoss(labels='labels', shift=1) for a causal language model, or use a "
+            "loss of outputs and targets, such as losses.cross_entropy"
         )
 
 

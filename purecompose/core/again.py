@@ -102,8 +102,7 @@ class Again:
         if earlier:
             raise RuntimeError(
                 f"state.gradient(params): the gradients of {', '.join(sorted(earlier))} come from an earlier part of "
-                "the program, which is not run again; apply them by an update before the last Grad, or differentiate "
-                "with respect to all parameters in one Grad"
+                "the program, which is not run again; apply them by an update before the last Grad"
             )
         return end.grads, end.loss
 

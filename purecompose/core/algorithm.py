@@ -195,8 +195,7 @@ class Algorithm:
                 raise pickle.PicklingError(
                     f"the algorithm {self.name!r} cannot be pickled: its {role} is the local function {qualname}. "
                     "Return the algorithm from a function at the top level of a module, decorated with "
-                    "@purecompose.factory, which is pickled as a call with the same arguments. An algorithm changed by "
-                    "dataclasses.replace needs such a function too"
+                    "@purecompose.factory"
                 )
         given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.init}
         return _from_fields, ({**given, "config": dict(self.config)},)

@@ -220,10 +220,9 @@ def _failure(error: Exception, question: Question) -> MatchError:
     if isinstance(error, DataDependentOutputException) or any(words in str(error) for words in _READS):
         what = "the value of a tensor was read"
     return MatchError(
-        f"{question.algorithm.name}: match failed at {question.event}: {what}. Matching is decided before the step, by "
-        "time and shapes: state.timestamp and shapes are known; outputs, grads and clock are None; loss and metrics "
-        "are those of the last step. Code that needs values belongs in apply, where torch.where chooses, or in a host "
-        "algorithm (host=True)",
+        f"{question.algorithm.name}: match failed at {question.event}: {what}. Matching is decided before the step, "
+        "by time and shapes: outputs, grads and clock are None; loss and metrics are those of the last step. Code "
+        "that needs values belongs in apply, or in a host algorithm (host=True)",
         question.event,
     )
 

@@ -255,7 +255,7 @@ def _warn_of_standing_time(start: State, times: Collection[Time]) -> None:
     in_epochs = run.duration is not None and run.duration.unit is TimeUnit.EPOCH
     if TimeUnit.EPOCH in units or (TimeUnit.DURATION in units and in_epochs):
         warn(
-            "epochs have no known length: time moves only when an epoch ends, so schedules and predicates stand "
-            "still within it. Give State.create batches_per_epoch=len(batches); or end epochs yourself, as fit "
-            "does, with state.replace(timestamp=state.timestamp.advance_epoch())"
+            "epochs have no known length: schedules and predicates stand still within an epoch. Give State.create "
+            "batches_per_epoch=len(batches); or end epochs yourself, with "
+            "state.replace(timestamp=state.timestamp.advance_epoch())"
         )

@@ -56,9 +56,8 @@ from purecompose.time.predicates import NEVER
 
 _WHOLE = Cut(1)
 WHY_UNTRACED = (
-    "a step decides in Python, by the time in its state, which algorithms act; if Dynamo traced that, it would compile "
-    "again in every batch. So a step breaks Dynamo's graph and runs as a graph of its own. Leave out fullgraph=True, "
-    "or call pc.compile(step) outside of torch.compile"
+    "a step decides in Python, by the time in its state, which algorithms act. So a step breaks Dynamo's graph and "
+    "runs as a graph of its own. Leave out fullgraph=True, or call pc.compile(step) outside of torch.compile"
 )
 
 

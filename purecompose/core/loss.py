@@ -92,9 +92,8 @@ def check_reads(loss: Any, net: nn.Module | None = None) -> None:
             raise ValueError(_outside(loss, f"{what} that requires a gradient"))
         if isinstance(value, _SCALARS) and id(value) not in filled_in:
             raise TypeError(
-                f"the loss {shown(loss)} reads {where}, {value!r}, whose value cannot be filled in there: make "
-                f"it an argument, as in functools.partial(loss, weight={value!r}), or an attribute of an object with "
-                "__call__, which is the loss itself"
+                f"the loss {shown(loss)} reads {where}, {value!r}, whose value cannot be filled in there: make it an "
+                f"argument, as in functools.partial(loss, weight={value!r})"
             )
 
 

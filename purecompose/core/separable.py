@@ -265,9 +265,9 @@ def _compare_mixed(until_loss: Operation, carry: Carry, end: State) -> bool:
     ):
         warn(
             "the network's outputs for an example depend on the other examples of the batch, and so differ in "
-            "microbatches, on several processes and with gradient_accumulation. Let the network, and stages before it, "
-            "compute them from the example itself (a capacity for each sequence, not for the batch; draws by "
-            "state.example_rng); batch normalisation is an exception"
+            "microbatches, on several processes and with gradient_accumulation. Let the network, and stages before "
+            "it, compute them from the example itself, with draws by state.example_rng; batch normalisation is an "
+            "exception"
         )
     return True
 

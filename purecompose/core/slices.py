@@ -183,9 +183,9 @@ class SealedOutputs:
 
     def _refuse(self, *unused: Any) -> NoReturn:
         raise RuntimeError(
-            f"state.outputs was read after the batch has run in {self.num_parts} parts (slices or processes), where it "
-            "would be that of the last part only, beside the whole batch. Read it within each part, from AFTER_FORWARD "
-            "to AFTER_BACKWARD; or run the network on the whole batch again, state.forward(state.inputs)"
+            f"state.outputs was read after the batch has run in {self.num_parts} parts (slices or processes). Read it "
+            "within each part, from AFTER_FORWARD to AFTER_BACKWARD; or run the network on the whole batch again, "
+            "state.forward(state.inputs)"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -367,8 +367,7 @@ def _scalar(name: str, value: Any, num_dims: int, device: torch.device) -> Tenso
         return torch.full((), float(value), dtype=torch.float32, device=device)
     raise TypeError(
         f"hparams[{name!r}]: expected a number or a 0-d tensor, got {shown(value)}; a population's has a row for each "
-        "member, torch.tensor([0.1, 0.2]). For one of each parameter, name several in the optimizer's groups, as in "
-        "sgd(0.1, groups={'0.weight': {'lr': hparam('lr.0.weight', 0.1)}})"
+        "member, torch.tensor([0.1, 0.2]). For one of each parameter, name several in the optimizer's groups"
     )
 
 

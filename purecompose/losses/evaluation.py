@@ -166,8 +166,8 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
             raise ValueError(
                 f'interpolate_loss=True averages the losses of {loss_fn!r} with reduction="none" over all positions, '
                 f"which for the targets of the batch is {over_all.item():.6g}, but its own mean is {mean.item():.6g}: "
-                "something does not count in it, or has a weight. Use losses.CrossEntropy, with its ignore_index and "
-                "weight, or give the loss a method counted(outputs, targets)"
+                "use losses.CrossEntropy, with its ignore_index and weight, or give the loss a method "
+                "counted(outputs, targets)"
             )
 
 

@@ -86,10 +86,9 @@ def class_scores(outputs: Any, targets: Any) -> Any:
         return fitting[0]
     shapes = ", ".join(str(tuple(scores.shape)) for scores in found)
     raise ValueError(
-        f"cannot tell which of the outputs ({type(outputs).__name__} of shapes {shapes}) are the scores of the classes "
-        f"in targets of shape {tuple(targets.shape)}: expected outputs (N, C, ...) of one shape that fits; let the "
-        "network return only these, mix losses in place of targets (interpolate_loss=True), or smooth targets in the "
-        "loss"
+        f"cannot tell which of the outputs ({type(outputs).__name__} of shapes {shapes}) are the scores of the "
+        f"classes in targets of shape {tuple(targets.shape)}: expected outputs (N, C, ...) of one shape that fits; "
+        "let the network return only these, or mix losses in place of targets (interpolate_loss=True)"
     )
 
 

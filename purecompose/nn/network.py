@@ -364,9 +364,8 @@ class _Pass(NamedTuple):
 
 def _write_error(names: str, how: str) -> RuntimeError:
     return RuntimeError(
-        f"forward wrote into the parameter {names}, {how}. Parameters change only between forward passes: compute "
-        "a new tensor from it (F.embedding on normalized rows for max_norm, weight.clamp() for weight.clamp_()), "
-        "change it in an algorithm after the update (as momentum encoders do), freeze it in the state (frozen=), or "
+        f"forward wrote into the parameter {names}, {how}. Parameters change only between forward passes: compute a "
+        "new tensor from it, change it in an algorithm after the update, freeze it in the state (frozen=), or "
         "register it as a buffer"
     )
 

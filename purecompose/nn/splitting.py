@@ -240,9 +240,8 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
         raise ValueError(f"{name} is on the meta device and has no values: give it values first (to_empty, load)")
     if tensor.layout is not torch.strided:
         raise TypeError(
-            f"{name} is sparse ({tensor.layout}), and a state holds dense tensors, which are saved, compiled and "
-            "stacked: register its indices and values as buffers, and make the sparse tensor in forward, "
-            "torch.sparse_coo_tensor(self.indices, self.values, size), or add up rows by index_add, as populations need"
+            f"{name} is sparse ({tensor.layout}), and a state holds dense tensors: register its indices and values as "
+            "buffers, and make the sparse tensor in forward, torch.sparse_coo_tensor(self.indices, self.values, size)"
         )
     # The older spectral_norm keeps a plain copy, which is not computed before the first forward pass.
     is_copy = not isinstance(tensor, nn.Parameter) and f"{name}_orig" in others and f"{name}_u" in others

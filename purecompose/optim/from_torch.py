@@ -197,9 +197,8 @@ class FromTorch(ByGroup):
         if is_transforming() or is_traced or is_differentiated:
             raise RuntimeError(
                 f"{self.called}: a torch optimizer writes into its memory, so its update can be neither traced (by "
-                "compile: a FakeTensor has no values), mapped (as in a population) nor differentiated: leave the step "
-                "uncompiled, train members one by one, call it within torch.no_grad(), or use an optimizer of "
-                "purecompose.optim, such as adamw"
+                "compile), mapped (as in a population) nor differentiated: leave the step uncompiled, call it within "
+                "torch.no_grad(), or use an optimizer of purecompose.optim, such as adamw"
             )
 
 
@@ -235,9 +234,8 @@ def _check_class(optimizer: Any) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise TypeError(
-            f"from_torch({_name(optimizer)}): it evaluates the loss several times in a step, by a closure, but "
-            "here gradients are computed once, before the update: use optim.lbfgs, which is equal to LBFGS, or a "
-            "method at Event.AFTER_TRAIN_BATCH, which can evaluate the loss by state.gradient(params)"
+            f"from_torch({_name(optimizer)}): it evaluates the loss several times in a step, by a closure: use "
+            "optim.lbfgs, which is equal to LBFGS"
         )
     if issubclass(optimizer, torch.optim.SparseAdam):
         raise TypeError(

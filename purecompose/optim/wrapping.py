@@ -155,8 +155,7 @@ class Decaying:
         if len(leaves(self.inner)) > 1:
             raise ValueError(
                 f"Decaying: expected one optimizer, whose learning rate the decay follows, got {self.inner!r}: use it "
-                "inside by_pattern, around each optimizer that should decay: by_pattern({'*': Decaying(muon(0.02), "
-                "rules)}, Decaying(adam(1e-3), rules))"
+                "inside by_pattern, around each optimizer that should decay"
             )
 
     def init(self, params: Mapping[str, Tensor]) -> Any:

@@ -68,8 +68,8 @@ def _printed(value: Any) -> str:
 _SAME_CODE = ("loss", "network", "program", "batch fields")
 _SAME_STATE = (
     "all must begin with the same state: seed torch before the network is made, and give State.create the same key; "
-    "to continue a run, resume from the same checkpoint in each. If they were equal before, kernels have given other "
-    "bits in one of them: see torch.use_deterministic_algorithms"
+    "to continue a run, resume from the same checkpoint in each. If they were equal before, see "
+    "torch.use_deterministic_algorithms"
 )
 SAME_BATCH = "give each the whole batch, in one order, and not a part (no DistributedSampler): the step divides it"
 _REMEDIES = {

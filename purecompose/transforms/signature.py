@@ -190,9 +190,9 @@ class StateBuffers:
         if isinstance(reason, Timestamp):
             reason = f"was given to a compiled step, which wrote the state after batch {reason.batch} into it"
         raise SpentStateError(
-            f"this state is spent: its memory {reason}. Use the state that the step returned. To step from "
-            "one state more than once (a cell run again, a list of old states), give the step state.copy(), or use "
-            "compile(step, donate=False), which writes over nothing. loss, metrics and timestamp can still be read"
+            f"this state is spent: its memory {reason}. Use the state that the step returned. To step from one state "
+            "more than once, give the step state.copy(), or use compile(step, donate=False). loss, metrics and "
+            "timestamp can still be read"
         )
 
 

@@ -82,10 +82,10 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
 
 
 BY_KEY = (
-    "In a stage or an algorithm draw from the state: purecompose.random.uniform(state.example_rng(name), shape), or "
-    "normal, bernoulli, gamma, ..., and for the batch as a whole from state.rng(name). In a network use functions with "
-    "a keyed form, such as torch.rand, torch.randn and dropout, called from Python. A loss has no key: draw in the "
-    "network, and return the numbers with its outputs"
+    "In a stage or an algorithm draw from the state: purecompose.random.uniform(state.example_rng(name), shape), and "
+    "for the batch as a whole from state.rng(name). In a network use functions with a keyed form, such as "
+    "torch.rand, torch.randn and dropout, called from Python. A loss has no key: draw in the network, and return the "
+    "numbers with its outputs"
 )
 
 

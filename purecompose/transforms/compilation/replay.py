@@ -25,9 +25,8 @@ def check_on_device(graph: fx.GraphModule, device: torch.device) -> None:
             what = "an argument" if node.op == "placeholder" else f"the result of {node.target}"
             raise ValueError(
                 f"compile: mode='reduce-overhead': {what}, {value.dtype} of shape {tuple(value.shape)}, is on "
-                f"{value.device}, and the state on {device}; a CUDA graph would repeat the numbers that it had when "
-                "recorded. Create it on the device of the inputs, as in torch.rand((), device=x.device), or leave the "
-                "mode out"
+                f"{value.device}, and the state on {device}; a CUDA graph would repeat its numbers. Create it on the "
+                "device of the inputs, or leave the mode out"
             )
 
 

@@ -256,8 +256,8 @@ class CompiledStep(Step):
         self._has_met_smaller = True
         self.options.announce(
             f"purecompose: a batch has {num_examples} examples, fewer than the {most} before, and is compiled for "
-            f"itself. If it is the last one of an epoch: drop_last=True of the data leaves it out, "
-            f"compile(eager_below={most}) runs it uncompiled, and compile(dynamic=True) has one variant for all sizes\n"
+            f"itself. drop_last=True of the data leaves it out, compile(eager_below={most}) runs it uncompiled, and "
+            "compile(dynamic=True) has one variant for all sizes\n"
         )
 
     def _launch(self, state: State, lease: BufferLease | None) -> Launch | None:
