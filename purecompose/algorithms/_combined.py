@@ -397,10 +397,7 @@ def _choice(
     """Return an algorithm that applies the chosen one of its parts; none if none is chosen.
 
     Args:
-        name: Its name.
-        parts: The methods.
         choose: Function of the state that returns a bool for each part, 0-d or (N,).
-        labels: The name of each part's metric.
         is_host: True if the choice is made on the host.
     """
 

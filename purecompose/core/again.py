@@ -27,9 +27,6 @@ def repeatable(
 
     Args:
         run_once: The part of a step that computes its gradient.
-        body: The nodes that it is lowered from.
-        ranks: The processes that share the batch, if there are several.
-        separable: Check that its batch may be cut.
     """
     has_loss = any(getattr(node, "sets_loss", False) for node in walk(body))
 

@@ -59,12 +59,6 @@ class Matcher:
     def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:
         """Return the answers as bits, in the order of `questions`.
 
-        Args:
-            state: The state at the start of the step.
-            batch: The incoming batch.
-            now: The time at the start of the step.
-            later: The time after it.
-
         Raises:
             MatchError: A `match` read a tensor's value or failed; the message names the algorithm.
         """
@@ -231,8 +225,6 @@ def application(algorithm: Algorithm, event: Event, pass_name: str, turn: int = 
     """Return one algorithm at one event as an operation.
 
     Args:
-        algorithm: The algorithm.
-        event: The event.
         pass_name: Name of the draws of forward passes at this event; the algorithm's own name is added.
         turn: How often the event occurs before in the program; the draws by name differ from those there.
     """
@@ -312,13 +304,7 @@ class Outside:
         self._matchers: dict[Event, Matcher] = {}
 
     def matched(self, event: Event, state: State, among: Iterable[Algorithm] | None = None) -> tuple[Algorithm, ...]:
-        """Return the algorithms that act at an event now, in their listed order.
-
-        Args:
-            event: The event.
-            state: The state, whose time decides.
-            among: The algorithms to choose from; by default all.
-        """
+        """Return the algorithms that act at an event now, in their listed order."""
         now = state.timestamp
         if event not in self._matchers:
             self._matchers[event] = Matcher(self._algorithms, [event])

@@ -95,10 +95,7 @@ def watched(
     """Return the result of a call of user code, which must not write into what it was given, or draw without a key.
 
     Args:
-        call: The call.
-        culprit: Description of the code, with which errors begin.
         marks: The marks of what it was given.
-        event: The event at which it is called, if any.
         remedy: What to do instead of a write; by default the usual advice.
 
     Raises:

@@ -333,12 +333,7 @@ _MOST_SHAPES = 4
 
 
 def state_as_html(title: str, fields: Iterable[tuple[str, Any]]) -> str:
-    """Return a title above a table with a row for each field that has tensors.
-
-    Args:
-        title: A line about the whole.
-        fields: The names of the fields, with their values.
-    """
+    """Return a title above a table with a row for each field that has tensors."""
     rows = []
     for name, value in fields:
         leaves = tree.leaves_with_paths(value, into_objects=True)

@@ -33,12 +33,7 @@ class Contract:
     """Checks of one step: its input is not modified, and values that outlive the step keep their form."""
 
     def __init__(self, start: State, observe: Observe | None = None) -> None:
-        """Record the form of the state, and the version and memory of each tensor.
-
-        Args:
-            start: The state that the step starts from.
-            observe: Called with each application of an algorithm.
-        """
+        """Record the form of the state, and the version and memory of each tensor."""
         self._start, self._observe = start, observe
         self.unapplied: list[str] = []
         """The algorithms that have changed gradients since the last update, each with the event."""

@@ -83,9 +83,7 @@ def differentiate(
     Args:
         body: Operation that sets `loss`, a 0-d tensor.
         carry: Start of the body; the parameters and batch of its state are kept in the result.
-        names: Names of the parameters to differentiate with respect to, at least one.
         own: The derivatives that the body takes, which are found in a first run.
-        purpose: The purpose of the run.
         shared: The forward pass of this body, if it was run before or will be run again.
 
     Returns:
@@ -135,7 +133,6 @@ def value_and_grads(fn: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: li
 
     Args:
         fn: Function of the leaves that returns a loss (0-d) and a pytree of tensors.
-        leaves: Floating tensors.
 
     Raises:
         ValueError: The loss is not a scalar, or does not depend on the leaves.

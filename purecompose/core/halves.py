@@ -49,8 +49,6 @@ def check_halves(
     Args:
         find: Function that evaluates the loss and its gradients, given a state with a part of the batch, and the
             variant of the network's outputs; it returns `None` if they cannot be compared.
-        state: The state, with the examples that are compared.
-        subject: Description of the loss, for errors.
         names: Parameters and buffers that take part, which are converted to double precision.
 
     Returns:

@@ -43,11 +43,6 @@ def joined(parts: Parts, loss: Any, net: nn.Module) -> tuple[Parts, Any, Model |
 
     The last is `None` unless the loss is a module with parameters or buffers.
 
-    Args:
-        parts: The parts of the network.
-        loss: The loss.
-        net: The network.
-
     Raises:
         TypeError, ValueError: See `check_loss` and `check_reads`; or the network has tensors whose names begin with
             "loss.".

@@ -51,7 +51,6 @@ def denominators(state: State, count: Callable[[State], Any] | None = None) -> A
     examples, of sums divided by them is then the sum over the batch divided by its denominators.
 
     Args:
-        state: The state.
         count: Function that returns those of a stage that computes the loss; by default, they are those of the state's
             loss.
     """
@@ -127,10 +126,6 @@ def targets_of_loss(state: State) -> Any:
 def targets_of_metric(metric: Metric, state: State) -> Any:
     """Return the second argument of a metric's `update`: the batch's target, without the weights of examples if the
     metric does not take them, or the whole batch for a model with its own loss, whose batches may have no target.
-
-    Args:
-        metric: A metric.
-        state: A state with a batch.
     """
     if metric.reads_batch or (metric.takes_loss and isinstance(state.context.loss, losses.ModelLoss)):
         return state.batch
@@ -228,8 +223,6 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], where: str, batch: Any = 
 
     Args:
         parts: Pytrees of one structure, one for each slice.
-        sizes: Number of examples in each.
-        where: Description of the pytree, for errors.
         batch: The batch that was cut; those of its tensors that the slices have whole are not joined.
     """
     whole = set(map(id, batches.tensors(batch)))

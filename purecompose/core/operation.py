@@ -159,9 +159,6 @@ def in_order(operations: Iterable[Operation]) -> Operation:
     """Return one operation that runs the given ones one after the other: the fold.
 
     The carry is in a list, which is empty while an operation runs: so nothing else holds what an operation drops.
-
-    Args:
-        operations: Operations, from first to last.
     """
     ops = tuple(operations)
     if len(ops) == 1:

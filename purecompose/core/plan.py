@@ -90,11 +90,8 @@ def make_plan(
     """Return the plan of a step.
 
     Args:
-        step: The step.
         matched: Function that returns the algorithms that act at an event now, in their listed order.
-        moment: The current time in words.
         frozen_parts: The parts of the network without trainable parameters.
-        replaced: The modules that each method has replaced; see `Context.replaced`.
     """
     outer = [event for event in Event if event not in step.events]
     before = [event for event in outer if event in (Event.INIT, Event.FIT_START, Event.EPOCH_START)]

@@ -124,12 +124,7 @@ class Ranks:
         return (least == most).tolist()
 
     def word_of_first(self, word: str, device: torch.device) -> str:
-        """Return the text that the first rank gives; all must ask.
-
-        Args:
-            word: This rank's text; only that of the first rank is used.
-            device: The device of the messages.
-        """
+        """Return the text that the first rank gives; all must ask."""
         data = list(word.encode()) if self.rank == 0 else []
         (length,) = self.exchange([torch.tensor(len(data), device=device)], "sum")
         own = torch.tensor(data or [0] * int(length), dtype=torch.int64, device=device)

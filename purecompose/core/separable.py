@@ -52,7 +52,6 @@ def check_operations(ways: Iterable[Callable[[], Sequence[Lowered]]], start: Sta
     Args:
         ways: Functions that return the step's operations; the first that can be run is checked. They are without
             algorithms, and with those whose work the network or the loss needs.
-        start: The state at the step's start.
     """
     if is_transforming() or not has_values(start.key) or is_under_foreign_checkpoint([]):
         return
@@ -113,9 +112,6 @@ def check_scope(
         stage: The name of the stage of your own that computes the loss; empty if that is the state's loss.
         count: Function that returns the denominators of a stage in it; see `denominators`.
         cut: The number or size of slices: the check takes the memory of about one.
-        carry: Start of the body.
-        earlier: Operations before it.
-        warns: True to warn instead.
     """
     state = carry.state
     layout, num = state.context.layout, state.num_examples

@@ -58,8 +58,6 @@ def in_slices(
     """Return the operation that runs a body on slices of the batch.
 
     Args:
-        body: The body.
-        cut: The number or size of the slices.
         to_whole_loss: For a loss that couples examples, the part of the body before its loss, and the operation that
             sets `whole_loss` from all outputs; `None` if there is no such part.
         count: Function that returns the denominators of a stage in the body, if it has some.
@@ -80,14 +78,7 @@ def in_slices(
 
 
 def _run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Carry:
-    """Run the body on slices of the batch and average loss, gradients and metrics, weighted by each slice's terms.
-
-    Args:
-        body: The body.
-        carry: Input of the body, with the whole batch.
-        purpose: The purpose of the run.
-        cut: The number or size of the slices.
-    """
+    """Run the body on slices of the batch and average loss, gradients and metrics, weighted by each slice's terms."""
     state = carry.state
     current, total, num_slices = carry, 0, 0
     mean_loss: Tensor | None = None

@@ -317,9 +317,6 @@ def memory_for(
     """Return the optimizer's state after other parameters have been frozen, with memory for all that train now.
 
     Args:
-        context: The context, with the optimizer and the parameters that are frozen now.
-        params: The parameters.
-        opt_state: The optimizer's state before.
         is_new: True if frozen parameters need not keep their memory, because there was no step yet.
         key: The state's key, from which a population is known by its members.
     """

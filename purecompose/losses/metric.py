@@ -140,11 +140,7 @@ def is_lower_better(name: str, metric: Metric | None = None) -> bool | None:
 
 
 def init_mean(device: Device = None) -> Mean:
-    """Return a mean of nothing so far.
-
-    Args:
-        device: Where its tensors are.
-    """
+    """Return a mean of nothing so far."""
     # In float32, further examples are rounded away after some millions; Apple's GPUs have no wider dtype.
     is_mps = device is not None and torch.device(device).type == "mps"
     total = torch.zeros((), dtype=torch.float32 if is_mps else torch.float64, device=device)

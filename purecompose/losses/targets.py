@@ -56,12 +56,7 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def check_classes(outputs: Tensor, name: str) -> None:
-    """Raise an error unless outputs, (N, C, ...), have two classes or more: the softmax of one class is always 1.
-
-    Args:
-        outputs: What is taken for logits of classes.
-        name: The loss or metric, for the message.
-    """
+    """Raise an error unless outputs, (N, C, ...), have two classes or more: the softmax of one class is always 1."""
     if outputs.ndim < 2 or outputs.shape[1] < 2:
         raise ValueError(
             f"{name}: expected outputs (N, C, ...) with a batch dim and at least 2 classes, got shape "

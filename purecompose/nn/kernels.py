@@ -40,11 +40,7 @@ def kernels(
     under function transforms, traced, or plainly.
 
     Args:
-        params: The network's parameters.
-        inputs: Its inputs.
         narrow: The dtype of autocast, or `None` without it.
-        device: The type of the device.
-        skeleton: The network.
     """
     plain = plain_operations() if wants_plain(params, inputs) else NOTHING
     cumulative = _CumulativeNorms() if skeleton.has_cumulative_norms else NOTHING
@@ -300,8 +296,6 @@ def _statistics(values: Tensor, shared: Any, near: Tensor | None) -> tuple[Tenso
     """Return mean and variance of each channel over all processes, (C,), and the number of values, 0-d.
 
     Args:
-        values: This process's values.
-        shared: The processes.
         near: Values near the means, the same on all processes: sums of squares around them lose few digits.
     """
     num_channels = values.shape[1]

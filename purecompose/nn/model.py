@@ -303,7 +303,6 @@ def set_modes(root: nn.Module, eval_mode: Sequence[str], train_mode: Sequence[st
     """Put modules of a network into a mode, with all that they contain; of two patterns, that of the inner one decides.
 
     Args:
-        root: The network, which is modified.
         eval_mode, train_mode: Patterns (`fnmatch`) of qualified names; "" is the network itself.
     """
     names = [name for name, _ in root.named_modules()]

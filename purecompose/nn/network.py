@@ -162,10 +162,8 @@ def call_model(
     user's own modules, the generators and the parameters' versions are compared.
 
     Args:
-        model: The architecture.
         params, buffers: All parameters and buffers by name; others may be among them.
         inputs: One argument, a list of arguments, or a mapping of keyword arguments.
-        train: True to run modules in training mode, False for evaluation mode.
         keyed: Function that returns the scope of the network's draws; called only if it draws.
         precision: "fp32", "tf32", "bf16" or "fp16", as in `State.create`.
 

@@ -225,11 +225,6 @@ _NOT_COPIED = (OWN - set(HOOKS)) | {"_compiled_call_impl"}
 def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
     """Raise if a state could not hold a tensor, or would lose something attached to it.
 
-    Args:
-        tensor: A parameter, buffer or attribute.
-        name: Its qualified name.
-        others: The names of the tensors before it; parameters come before attributes.
-
     Raises:
         ValueError: The tensor has no values yet, is computed from other tensors, or has hooks.
         TypeError: The tensor is sparse, or its class is a subclass of Tensor that overrides operations.

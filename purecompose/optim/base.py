@@ -200,8 +200,6 @@ def cells(rule: ByGroup, names: tuple[str, ...], forms: tuple[Hashable, ...] | N
     equal options share a cell, and empty cells are left out.
 
     Args:
-        rule: The optimizer.
-        names: The parameters' names.
         forms: The form of each parameter, if the optimizer treats forms differently.
     """
     members: dict[ByGroup, list[str]] = {}
@@ -413,7 +411,6 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
     """Return groups as sorted tuples, with every option checked like the optimizer's own settings.
 
     Args:
-        rule: The optimizer under construction, its own settings already checked.
         groups: Pattern -> options, in the order in which patterns are tried; a mapping or pairs.
 
     Raises:

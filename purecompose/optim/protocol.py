@@ -99,7 +99,6 @@ def carried(
     is, or fresh if there was none.
 
     Args:
-        optimizer: The optimizer.
         opt_state: Its state for the old parameters; `None` if there is none.
         params: The parameters by their new names.
         kept: Map from the new names of parameters that were kept to their old names.

@@ -55,8 +55,6 @@ def moved(
 
     Args:
         rule: A name in `RULES`.
-        params: The parameters.
-        grads: Their gradients.
         memory: What the rule remembers, a list for each quantity, with one tensor for each parameter.
         scalars: The rule's numbers, or 0-d tensors; or lists with one of these for each parameter.
 
@@ -92,9 +90,6 @@ def tables_apart(
 
     Args:
         rule: A name in `RULES`, equal to what `rest` computes.
-        lists: The old lists.
-        grads: The gradients.
-        scalars: See `moved`.
         rest: Function of the lists and gradients of the other parameters.
     """
     are_tables = [is_traced(param) for param in lists[0]]

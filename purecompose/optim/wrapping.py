@@ -205,8 +205,6 @@ def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tu
     """Return the optimizer with its leaves replaced.
 
     Args:
-        change: Function from a leaf to its replacement.
-        optimizer: The optimizer.
         up_to: Types of wrapping optimizers that also count as leaves.
 
     Example:

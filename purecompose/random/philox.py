@@ -90,13 +90,7 @@ def _multiply(word: Tensor | int, multiplier: int) -> tuple[Tensor | int, Tensor
 
 
 def philox_on_host(seeds: Sequence[int], offsets: Sequence[int], blocks: int) -> tuple[int, int, int, int]:
-    """Return the four lanes of blocks 0 to `blocks - 1` of each key, a lane packed in one integer, 64 bits a word.
-
-    Args:
-        seeds: Seeds of the keys, read modulo 2**64.
-        offsets: Offsets of the keys, likewise.
-        blocks: Number of blocks of each key.
-    """
+    """Return the four lanes of blocks 0 to `blocks - 1` of each key, a lane packed in one integer, 64 bits a word."""
     ones, numbers = _ones_and_numbers(len(seeds), blocks)
     mask = ones * WORD
     seed, offset = packed(seeds, blocks), packed(offsets, blocks)

@@ -219,11 +219,6 @@ def left_alone(rules: Rules) -> tuple[type[nn.Module], ...]:
 def _within(root: nn.Module, where: Where, frozen_parts: Collection[str]) -> tuple[nn.Module, ...]:
     """Return the modules that a surgery may replace, parents before children.
 
-    Args:
-        root: The network.
-        where: The modules that may be replaced with all that they contain.
-        frozen_parts: Names of modules that are left alone with all that they contain.
-
     Raises:
         ValueError: A pattern matches no module.
     """
@@ -250,11 +245,7 @@ def _replacements(
     """Apply the rules to the network's modules, parents before children.
 
     Args:
-        root: The network.
-        rules: The rules by type of module.
         rng: The source of the seeds, one for each module's name.
-        originals: The modules and tensors of the network before the surgery.
-        reach: The modules that may be replaced.
 
     Raises:
         TypeError: A rule returned something other than a module or `None`.
@@ -362,15 +353,7 @@ def _seed(rng: random.Rng) -> int:
 def _warn_of_moves(
     name: str, optimizer: Any, before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: Mapping[str, str]
 ) -> None:
-    """Warn of parameters to which an optimizer gives other settings under their new names.
-
-    Args:
-        name: Name of the surgery.
-        optimizer: An optimizer, possibly around others.
-        before: The parameters by their old names.
-        after: The parameters by their new names.
-        kept: Map from the new names of parameters that were kept to their old names.
-    """
+    """Warn of parameters to which an optimizer gives other settings under their new names."""
     was, now = rules_of(optimizer, before), rules_of(optimizer, after)
     moved = [f"{old!r}, now {new!r}" for new, old in kept.items() if now[new] != was[old]]
     if moved:

@@ -35,9 +35,7 @@ class Averages(NamedTuple):
         """Return averages of no weights, with the names and shapes of a state's weights.
 
         Args:
-            state: The state.
             buffers: Patterns (`fnmatch`) of the names of buffers to average; those that are not floating are left out.
-            where: Patterns of the names of parameters and buffers to average.
         """
         chosen = matched(where, (*state.context.trainable, *state.buffers))
         floating = tuple(name for name, one in state.buffers.items() if name in chosen and one.is_floating_point())

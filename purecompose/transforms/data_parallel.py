@@ -170,15 +170,7 @@ def _layer_by_layer(
 
 
 def _run_placed(shared: "_OnPart", on_whole: Operation, placing: Placing, carry: Carry, purpose: Purpose) -> Carry:
-    """Run a part of a step on divided parameters; its gradients are divided like them.
-
-    Args:
-        shared: What several processes share.
-        on_whole: The same for whole parameters, in each process by itself.
-        placing: How parameters are divided.
-        carry: Input of the part.
-        purpose: The purpose of the run.
-    """
+    """Run a part of a step on divided parameters; its gradients are divided like them."""
     if purpose.sharing == "own":
         raise unsupported("fully_sharded", "the gradient of one process's part")
     if placing.is_by_layer and purpose.sharing == "all":
@@ -241,13 +233,7 @@ class _OnPart:
         return purpose.is_first and not self.is_checked
 
     def __call__(self, carry: Carry, purpose: Purpose, sum_gradients: SumGradients | None = None) -> Carry:
-        """Run the operation.
-
-        Args:
-            carry: Input of the operation, the same on all ranks.
-            purpose: The purpose of the run.
-            sum_gradients: See `averaged`.
-        """
+        """Run the operation."""
         if purpose.sharing == "none":
             return self.operation(carry, purpose)
         state, ranks = carry.state, self.ranks.comparing() if self.compares(purpose) else self.ranks
@@ -291,14 +277,7 @@ class _OnPart:
 
 
 def _check_part(to_loss: Operation, ranks: Ranks, placing: Placing | None, carry: Carry) -> None:
-    """Check the buffers of this rank's part by their values, which a traced step does not have.
-
-    Args:
-        to_loss: The part of a step before its loss.
-        ranks: The processes.
-        placing: How parameters are divided among them.
-        carry: Input of the part of the step that the processes share.
-    """
+    """Check the buffers of this rank's part by their values, which a traced step does not have."""
     state = carry.state
     share, start = _start_of_part(state, ranks)
     is_by_layer = placing is not None and placing.is_by_layer

@@ -48,12 +48,7 @@ class Placing:
         return found
 
     def sum_gradients(self, parts: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over all processes, each divided like the parameter of its name.
-
-        Args:
-            parts: This process's parts of the gradients, whole.
-            like: The parameters.
-        """
+        """Return the sums over all processes, each divided like the parameter of its name."""
         # In the order of the backward pass, in which a compiled step sends them.
         shards = {name: parts[name] for name in reversed([*parts]) if is_shard(like[name])}
         found: dict[str, Tensor] = {name: part for name, part in parts.items() if name not in shards}
@@ -113,7 +108,6 @@ def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> O
 
     Args:
         body: The body, whose gradients are of this process's slice.
-        placing: How parameters are divided.
         shares_statistics: True if batch normalisation may use the statistics of all processes; see `SharedPart`.
     """
 

@@ -66,7 +66,6 @@ def stacked(members: Sequence[Any], *, with_common: bool = False) -> Any:
     """Stack members' trees of one signature, the inverse of `member`; leaves without tensors are taken from the first.
 
     Args:
-        members: The trees.
         with_common: Mark leaves that are the same object in all members as common, instead of stacking them.
     """
 

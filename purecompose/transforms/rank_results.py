@@ -208,12 +208,10 @@ def averaged(
     """Return the state with loss, gradients and new metrics averaged over the ranks.
 
     Args:
-        before: The state before the ranks' parts.
         after: The state after this rank's part, without its gradients.
         own: These gradients; the dictionary is emptied.
         names: The parameters with respect to which the part differentiates, the same on all ranks.
         weight: The weight of this rank's part.
-        ranks: The processes.
         sum_gradients: What sums gradients over the ranks, if not a message that all of them receive.
         shares_statistics: True if the network normalises by statistics of the whole batch, so that the gradient of a
             part whose loss does not count is one of other parts' losses.
@@ -239,15 +237,7 @@ def averaged(
 
 
 def with_means(before: State, after: State, ranks: Ranks, share: Tensor, grads: Mapping[str, Tensor] = {}) -> State:
-    """Return the state with loss, new metrics and some of its gradients averaged over the ranks.
-
-    Args:
-        before: The state before the ranks' parts.
-        after: The state after this rank's part.
-        ranks: The processes.
-        share: This rank's share in the means.
-        grads: The gradients to be averaged.
-    """
+    """Return the state with loss, new metrics and some of its gradients averaged over the ranks."""
     new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
     found: dict[str, Any] = {"metrics": {name: value for name, value in new.items() if has_mean(value)}}
     found |= {"grads": dict(grads)} | ({} if after.loss is None else {"loss": after.loss})
@@ -280,9 +270,6 @@ def with_slots(ranks: Ranks, before: Mapping[str, Any], after: Mapping[str, Any]
     A bool changes if it has changed on any rank.
 
     Args:
-        ranks: The processes.
-        before: The slots before the changes, the same on all ranks.
-        after: This rank's slots.
         counts: True if this rank's changes count.
     """
     old, spec = tree.flatten(dict(before))

@@ -205,7 +205,6 @@ class BufferLease:
         """Lease the buffers as they are now.
 
         Args:
-            buffers: The buffers.
             entry: The entry of the compiled step for states in these buffers; `None` in a host algorithm.
             origin: Key, loss, context and graph cache of the state, by which the step recognises it as unchanged.
         """

@@ -60,8 +60,6 @@ def with_images(
     """Return the state with changed images in its batch.
 
     Args:
-        state: The state.
-        name: Name of the algorithm and of its draws.
         input_field: The given field, or `None` for the state's own.
         change: A function `(rng, images) -> images`.
     """
@@ -80,8 +78,6 @@ def with_images_and_targets(
     """Return the state with changed images, and possibly targets, in its batch.
 
     Args:
-        state: The state.
-        name: Name of the algorithm and of its draws.
         fields: The given fields of input and target, `None` for the state's own.
         change: A function `(rng, images, targets) -> (images, targets)`. Targets are `None` if they are not read, and
             are returned as the same object if they do not change.
@@ -136,7 +132,6 @@ def one_operation_each(
     """Apply to each image one operation, drawn for this image, with a separately drawn strength.
 
     Args:
-        rng: The source of the draws.
         stored: Levels (N, C, H, W), N at least 1, in the form that the scale stores.
         scale: The images' scale.
         primitives: The operations, drawn with equal probability.
@@ -165,10 +160,8 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
     """Return the images of each treatment, and the positions of their results.
 
     Args:
-        rng: The source of the draws.
         num: The number of images, at least 1.
         num_treatments: The number of treatments k.
-        device: The device of the returned indices.
 
     Returns:
         For each treatment the indices of its images, int64; and for each image its position in the concatenation of
@@ -192,7 +185,6 @@ def treated(
     """Apply one of the treatments to each image.
 
     Args:
-        rng: The source of the draws.
         images: (N, ...), N at least 1.
         treatments: Functions `(images (n, ...), their indices (n,)) -> images (n, ...)`.
         num_groups: The number of consecutive groups of equal size, to which treatments are assigned independently.

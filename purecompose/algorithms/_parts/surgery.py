@@ -30,13 +30,11 @@ def surgery_method(
     """Return a method that replaces modules of the network at INIT, and does nothing afterwards.
 
     Args:
-        name: Name of the algorithm and of its draws.
         rules: See `surgery.operate`. The types of the new modules have the rule `None`: a network that contains them
             has been changed already.
         where: The `where` of the method: patterns of the modules to change, with all that they contain; by default the
             parts of the network with trainable parameters.
         is_neutral: True if the settings change nothing.
-        traits: The traits by which passes order the algorithm.
     """
 
     patterns = None if where is None else tuple(where)
@@ -116,10 +114,6 @@ def stand_in(module: str, name: str) -> type[nn.Module]:
 
     Nothing is imported, now or later.
 
-    Args:
-        module: Name of the module in which the class is defined.
-        name: Name of the class in this module.
-
     Example:
         >>> isinstance(nn.Linear(2, 2), stand_in("torch.nn.modules.linear", "Linear"))
         True
@@ -140,7 +134,6 @@ def changed(module: nn.Module, mixin: type[Derived] | None = None, **children: n
     """Return a copy of a module with some methods and children replaced, and the same parameters and attributes.
 
     Args:
-        module: The module; it is not modified.
         mixin: A class whose methods override the module's.
         children: Modules that replace the children or attributes of these names.
     """

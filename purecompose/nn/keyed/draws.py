@@ -68,7 +68,6 @@ def called_from(
     """Return ` in Net.forward (net.py:12)` for the innermost module that runs in a frame, else for the user's code.
 
     Args:
-        frame: The innermost frame.
         own: The user's frame; by default the innermost one as in `line_of`.
         lines: Lines of frames, if they are not the present ones.
     """

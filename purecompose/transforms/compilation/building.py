@@ -157,13 +157,7 @@ def of_chunk(boundary: Boundary, num: int) -> Boundary:
 
 
 def in_chunks(captured: Captured, boundary: Boundary, num: int) -> tuple[Captured, Callable[[Compiled], Compiled]]:
-    """Return the graph of a chunk with the signatures of all members, and what makes its compiled form run for them.
-
-    Args:
-        captured: The graph of a chunk.
-        boundary: The boundary at the start, of all members.
-        num: The number of chunks.
-    """
+    """Return the graph of a chunk with the signatures of all members, and what makes its compiled form run for them."""
     if num == 1:
         return captured, lambda call: call
     own = {name: _own(signature) for name, signature in boundary.signatures.items()}
@@ -237,10 +231,7 @@ class SlicedPart:
         """Build the slices' graphs for an incoming state.
 
         Args:
-            scope: The scope.
-            boundary: The incoming state.
             find: Function that returns the compiled part of a body for the boundary at its start.
-            purpose: The purpose of its runs.
         """
         assert scope.with_slices is not None
         self._find, self._boundary, self._is_building = find, boundary, True

@@ -101,9 +101,7 @@ def capture(
     """Trace a part of a step.
 
     Args:
-        body: The part.
         boundary: The incoming state. If its fields are in donated buffers, the last part writes there.
-        purpose: The purpose of the run.
         is_last: True if the step ends here: temporary fields are left out.
         dynamic: True to leave the number of examples open, "all" for all sizes of the batch.
 

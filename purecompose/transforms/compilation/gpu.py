@@ -24,9 +24,6 @@ def fusing_near(scheduler: Any) -> AbstractContextManager[None]:
 
     The loss of the first of two passes, for example, is needed only for a difference at the end of the step. In one
     kernel with the loss of the second pass it would keep the logits of the first one until then.
-
-    Args:
-        scheduler: The module of Inductor's scheduler.
     """
 
     def can_fuse(plain: Any, self: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
@@ -71,9 +68,6 @@ def fusing_within_lists(scheduler: Any) -> AbstractContextManager[None]:
 
     It fuses what several tensors of a list depend on into the part of the kernel for the first one (torch 2.14), and
     the blocks of another part may read it before it is written.
-
-    Args:
-        scheduler: The module of Inductor's scheduler.
     """
 
     def can_fuse(plain: Any, cls: Any, producer: Any, consumer: Any) -> bool:
@@ -183,12 +177,7 @@ def _is_large(node: fx.Node, other: fx.Node) -> bool:
 
 
 def storing_by_bytes(ir: Any, graphs: Any) -> AbstractContextManager[None]:
-    """Return a scope in which Inductor stores a value that several operations use if that moves fewer bytes.
-
-    Args:
-        ir: The module of Inductor's intermediate representation.
-        graphs: Inductor's `V`, whose `graph` is the one being compiled.
-    """
+    """Return a scope in which Inductor stores a value that several operations use if that moves fewer bytes."""
 
     def is_stored(plain: Any, self: Any, users: int, **options: Any) -> bool:
         is_asked = plain(self, users, **options)
@@ -218,7 +207,6 @@ def draw_in_kernels(module: fx.GraphModule, inductor: Inductor) -> None:
 
     Args:
         module: A functional graph whose nodes carry fake tensors (`meta["val"]`).
-        inductor: Inductor, which learns to compile the operation.
     """
     for node in module.graph.find_nodes(op="call_function", target=_philox):
         key, shape, dtype = node.args

@@ -79,8 +79,6 @@ class GraphCache:
         """Return the plan from a boundary to the end of the step, or to the next host algorithm.
 
         Args:
-            boundary: The start of the plan.
-            bits: The schedule.
             first_stretch: The stretch of the step that begins there.
         """
         stretches = self.segments.stretches(self.step.lowered(bits), bits)
@@ -106,9 +104,6 @@ class GraphCache:
         compared.
 
         Args:
-            boundary: The start of the plan.
-            bits: The schedule.
-            first_stretch: The stretch of the step that begins there.
             start: The state at the start of the step, for a first run without host algorithms, which is watched.
         """
         device = boundary.device
@@ -200,14 +195,7 @@ IDLE: dict[str, Signature] = {**dict.fromkeys(FIELDS, ABSENT), "metrics": Signat
 
 
 def _watch(step: Step, start: State, signatures: Mapping[str, Signature], bits: int) -> None:
-    """Run a step on fake tensors, which take no memory, and check it as the first run of a schedule.
-
-    Args:
-        step: The composed step.
-        start: The state at its start.
-        signatures: Those of the state's fields.
-        bits: The schedule.
-    """
+    """Run a step on fake tensors, which take no memory, and check it as the first run of a schedule."""
     ranks = step.ranks
     _fill_caches(start)
     with failing_together(ranks, start.device), explained(), fake_mode(), torch.no_grad():

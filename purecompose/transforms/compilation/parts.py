@@ -151,9 +151,6 @@ class CompiledPart:
         """Store the part.
 
         Args:
-            captured: The graph.
-            call: The compiled graph.
-            variant: Its entry in the table of variants.
             form: The parts of the graph that must match on all ranks, if several processes share each batch.
             replays: True if it is recorded as a CUDA graph, one for each set of buffers.
         """
@@ -194,7 +191,6 @@ class CompiledPart:
         """Run the part and put its results into `values`.
 
         Args:
-            values: The tensors of each field.
             buffers: The buffers that the step writes into at its end.
             from_buffers: True if the donated fields in `values` are the buffers themselves.
         """

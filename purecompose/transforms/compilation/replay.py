@@ -13,12 +13,7 @@ from purecompose.transforms.compilation.backends import Compiled
 
 
 def check_on_device(graph: fx.GraphModule, device: torch.device) -> None:
-    """Raise a `ValueError` if a graph computes with tensors on the host, whose numbers a recording would repeat.
-
-    Args:
-        graph: A graph whose nodes carry fake tensors (`meta["val"]`).
-        device: The device of the state.
-    """
+    """Raise a `ValueError` if a graph computes with tensors on the host, whose numbers a recording would repeat."""
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.device != device:

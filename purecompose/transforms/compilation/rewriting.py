@@ -249,7 +249,6 @@ def replace_draws(module: fx.GraphModule, decompositions: Any) -> None:
 
     Args:
         module: A functional graph of fixed sizes, whose nodes carry fake tensors (`meta["val"]`).
-        decompositions: The table of decompositions for the new operations.
     """
     alike: dict[Any, list[Any]] = defaultdict(list)
     for node in _without_kernels(module):

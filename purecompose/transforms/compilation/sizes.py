@@ -81,9 +81,6 @@ class Sizes:
         """Create the symbols for a batch that is being traced.
 
         Args:
-            mode: The mode of the trace.
-            signatures: The signatures of the state's fields.
-            layout: The layout of the batch.
             is_all: True for a symbol for each dimension of the batch, False for one for the number of examples.
         """
         assert mode.shape_env is not None
@@ -106,13 +103,7 @@ class Sizes:
         return torch.empty_strided(shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
     def fits(self, name: str, signature: Signature, signatures: Mapping[str, Signature]) -> bool:
-        """Return whether a field has the signature of the trace, up to open sizes.
-
-        Args:
-            name: The field.
-            signature: Its signature in the trace.
-            signatures: The signatures of the state's fields now.
-        """
+        """Return whether a field has the signature of the trace, up to open sizes."""
         return opened(signatures[name], self._size(signatures)) == opened(signature, self._examples)
 
     def allows(self, signatures: Mapping[str, Signature]) -> bool:

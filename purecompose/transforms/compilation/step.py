@@ -364,8 +364,6 @@ def call_in_torch_compile(step: Step, state: State, batch: Any, backend: Any) ->
 
     Args:
         step: A composed step; it is compiled once for each backend.
-        state: The state.
-        batch: The batch.
         backend: The backend of the `torch.compile` around the call, as `torch.compile` wraps it.
     """
     known = step._cache.within_torch_compile
