@@ -15,11 +15,10 @@ from explained import FOLDER, Drawing
 
 import purecompose as pc
 from purecompose import losses
-from purecompose.core.application import application
+from purecompose.core.application import Matcher, application
 from purecompose.core.clock import Clock
 from purecompose.core.contract import Contract
 from purecompose.core.gradient import differentiate
-from purecompose.core.matching import Matcher
 from purecompose.core.operation import in_order
 from purecompose.core.passes import compose_passes
 from purecompose.core.scopes import Scope

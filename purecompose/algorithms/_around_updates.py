@@ -69,13 +69,9 @@ def sam(
     the optimizer is not wrapped.
 
     Events: AFTER_TRAIN_BATCH of one step in `every`, counted from 1, before methods that clip gradients. Reads and
-        replaces: the gradients; reports in `metrics` the loss at w + e minus the loss at w, as f"{name}/sharpness".
-        Under loss scaling a step in which either gradient overflows is skipped. In a program with several `Grad`s, the
-        last one before the event is computed again, at a point moved along all gradients.
-    replaces: the gradients; reports in `metrics` the loss at w + e minus the loss at w, as f"{name}/sharpness".
-    Remembers nothing. Under loss scaling both gradients are scaled, and a step in which either overflows is skipped. In
-    a program with several `Grad`s, the last one before the event is computed again, at a point moved along all
-    gradients.
+    replaces: the gradients; reports in `metrics` the loss at w + e minus the loss at w, as f"{name}/sharpness". Under
+    loss scaling a step in which either gradient overflows is skipped. In a program with several `Grad`s, the last one
+    before the event is computed again, at a point moved along all gradients.
 
     Args:
         rho: The distance from w to w + e, at least 0; with 0 the algorithm never matches. An `hparam` or a schedule may
@@ -152,10 +148,8 @@ def lookahead(
     state is not changed.
 
     Events: INIT; BATCH_END of one step in `every`, counted from 1. Reads and replaces: the parameters that were
-        trainable at INIT and still are. The slot contains the slow weights, by name, at first those at INIT: load other
-        weights before.
-    trainable at INIT and still are. The slot contains the slow weights, by name. Initially they are the weights at
-    INIT, so load other weights before `step.init`.
+    trainable at INIT and still are. The slot contains the slow weights, by name, at first those at INIT: load other
+    weights before.
 
     Args:
         alpha: The share of the way that is kept, in [0, 1]; with 1 the algorithm never matches. An `hparam` or a

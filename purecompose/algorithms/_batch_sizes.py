@@ -304,10 +304,8 @@ def batch_size_warmup(
     `multiple`: the first n of N examples are used, and from t = d on all of them.
 
     Events: AFTER_DATALOADER, while t < d, before methods that choose or change examples (`Trait.SELECTS_EXAMPLES`).
-        Reads and replaces: the batch. Reports in `metrics`, as a number: `f"{name}/batch_size"`, the number of examples
-        used.
     Reads and replaces: the batch. Reports in `metrics`, as a number: `f"{name}/batch_size"`, the number of examples
-    used. After the warm-up the method does not act and reports nothing.
+    used.
 
     **The other examples are dropped.** The number of steps and the schedules do not change, because time counts the
     whole batch. Examples must be in random order. The learning rate is not changed; a schedule with the same line

@@ -211,9 +211,8 @@ def colout(
     `p_col`. A target of the images' size, such as a segmentation mask, loses the same rows and columns.
 
     Events: AFTER_DATALOADER. Reads the batch's images and target; replaces the images, and the target if it has their
-        size. A step compiles once.
-    and the target if it has their size. The new sizes depend only on the settings, so a step compiles once. The network
-    must accept images of the smaller size in training and of the full size in evaluation.
+    size. A step compiles once. The network must accept images of the smaller size in training and of the full size in
+    evaluation.
 
     Source: Cory Stephenson, MosaicML, 2021; there is no paper.
 

@@ -105,11 +105,8 @@ def layer_freezing(
     its children. See `layers_of` for shared and parametrized ones. The last layer is never frozen.
 
     Events: BATCH_START, from the start on. Reads the time and the network; sets `paused`, the parameters that are not
-        updated in the running step. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
-        `f"{name}/percentage_frozen"`, f. Nothing is remembered between steps.
     updated in the running step. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
-    `f"{name}/percentage_frozen"`, f. The frozen layers depend only on the time: nothing is remembered between steps,
-    the optimizer's state stays complete, and a run resumed from a checkpoint continues bit for bit.
+    `f"{name}/percentage_frozen"`, f. Nothing is remembered between steps.
 
     This is a host algorithm: a compiled step is compiled separately for each depth, of which there are at most S.
 

@@ -170,14 +170,10 @@ def gradient_noise_scale(
     with the result of two microbatches.
 
     Events: INIT, BEFORE_TRAIN_BATCH, AFTER_BACKWARD (the norm of a part), AFTER_TRAIN_BATCH (the norm of the batch;
-        before methods that change gradients). Does not change training; adds `metrics[f"{name}/critical_batch_size"]`
-        (B_simple, in examples; infinite if the average of |G|^2 is not above 0), `f"{name}/squared_norm"` and
-        `f"{name}/trace"`, which may be negative. All three are NaN before the first estimate. Remembers a `NoiseScale`.
-    batch; before methods that change gradients, such as `sam` and clipping). Reads gradients, outputs and the batch.
-    Does not change training; adds `metrics[f"{name}/critical_batch_size"]` (B_simple, in examples; infinite if the
-    average of |G|^2 is not above 0, and 0 if the average of tr(Sigma) is negative), `f"{name}/squared_norm"` and
-    `f"{name}/trace"`, which may be negative. All three are NaN before the first estimate. Remembers a `NoiseScale` in
-    `slots[name]`.
+    before methods that change gradients). Does not change training; adds `metrics[f"{name}/critical_batch_size"]`
+    (B_simple, in examples; infinite if the average of |G|^2 is not above 0, 0 if that of tr(Sigma) is negative),
+    `f"{name}/squared_norm"` and `f"{name}/trace"`, which may be negative. All three are NaN before the first estimate.
+    Remembers a `NoiseScale`.
 
     A step does not change the averages if its gradients are not finite, if it has a single part, or if it has no
     microbatches and fewer than four examples.

@@ -86,12 +86,9 @@ def per_example_clipping(
     of one example.
 
     Events: AFTER_TRAIN_BATCH, after other methods that compute gradients again and before those that collect or clip
-        gradients. Replaces the gradients without reading them; adds `metrics[f"{name}/clipped"]`, the share of examples
-        that were scaled down, and `metrics[f"{name}/norm"]`, the mean of |g_i|. If the gradient of one example is not
-        finite, neither is the batch's.
-    overwrites, and before methods that collect or clip gradients. Replaces the gradients without reading them; adds
-    `metrics[f"{name}/clipped"]`, the share of examples that were scaled down, and `metrics[f"{name}/norm"]`, the mean
-    of |g_i|. Remembers nothing. If the gradient of one example is not finite, neither is the batch's.
+    gradients. Replaces the gradients without reading them; adds `metrics[f"{name}/clipped"]`, the share of examples
+    that were scaled down, and `metrics[f"{name}/norm"]`, the mean of |g_i|. If the gradient of one example is not
+    finite, neither is the batch's.
 
     Layers must treat each example separately: batch normalisation in training, and layers that update running
     statistics, are rejected. Your own layers that mix examples are not detected.

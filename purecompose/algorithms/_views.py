@@ -338,8 +338,7 @@ def test_time_averaging(
     Training is not changed. Averaged weights, as those of `ema`, serve for all copies.
 
     Events: EVAL_AFTER_FORWARD, PREDICT_AFTER_FORWARD, with `step=` as for all methods. Reads the batch; reads and
-        replaces the outputs. AFTER events reverse the order: list it after methods that change outputs there.
-    replaces the outputs. List it after methods that change outputs at these events: AFTER events reverse the order.
+    replaces the outputs. AFTER events reverse the order: list it after methods that change outputs there.
 
     Args:
         mirror: Average over each image and its mirror image, left and right exchanged.

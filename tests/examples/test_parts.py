@@ -11,7 +11,7 @@ from torch.func import functional_call
 import purecompose as pc
 from examples import batch_by_noise, distillation, graphs, lora, maml, pcgrad, ppo, segmentation, simclr, translation
 from purecompose import Event, State, losses, optim, tree
-from purecompose.algorithms._gradient_noise_scale import NoiseScale
+from purecompose.algorithms._measurements import NoiseScale
 from tests.examples.plain_loops import run
 from tests.helpers import assert_close
 
