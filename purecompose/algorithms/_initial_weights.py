@@ -34,14 +34,10 @@ def initialize(
     """Set initial weights by pattern, before the first step.
 
     * "dirac": convolutions begin as the identity: the filter of output channel i passes on input channel i, in each
-    group. Further output channels keep their drawn filters. The middle of a kernel of even size k is at k // 2.
-      channels as there are on both sides, in each group. Further output channels keep their drawn filters. The middle
-      of a kernel of even size k is at k // 2.
+      group. Further output channels keep their drawn filters. The middle of a kernel of even size k is at k // 2.
     * "zeros": all elements are 0.
-      identity.
     * "orthogonal": matrices with orthonormal rows, or columns if there are fewer; filters count as matrices with a row
-    for each output channel.
-      count as matrices with a row for each output channel.
+      for each output channel.
 
     Frozen parameters are not changed. A tied parameter has its first name, and changes wherever it is used. Biases are
     changed only by "zeros".

@@ -138,8 +138,8 @@ def seq_length_warmup(
 
     Raises:
         TypeError, ValueError: A setting of the wrong type or out of range, or `preserve_end_of_sequence` with
-            `truncate=False`. In the step: inputs that are not sequences, a
-            run without a duration or with a duration in seconds, and the errors of `set_batch_sequence_length`.
+            `truncate=False`. In the step: inputs that are not sequences, a run without a duration or with a duration in
+            seconds, and the errors of `set_batch_sequence_length`.
 
     Example:
         >>> seq_length_warmup(0.5, 64, 512, 64)  # doctest: +ELLIPSIS
