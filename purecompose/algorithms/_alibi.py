@@ -52,7 +52,7 @@ def alibi(
     whose lengths refer to the new rows. Reads and replaces: the model, its parameters and the optimizer's state; the
     batch. Time counts the batch as it was loaded, as with `seq_length_warmup`.
 
-    In a network without supported attention, batches are left as they are.
+    Without supported attention, batches are left as they are.
 
     Args:
         train_sequence_length_scaling: s, in (0, 1]. The number of sequences grows accordingly, so that a batch has the

@@ -65,8 +65,7 @@ def sam(
 
     with g the gradient of the step's loss and |g| its norm over all trainable parameters. Both gradients use the same
     batch, microbatches, algorithms and draws. The reported loss and the changes to buffers are those of the first pass;
-    other algorithms and the optimizer use the second gradient. The parameters are never moved to w + e and back, and
-    the optimizer is not wrapped.
+    other algorithms and the optimizer use the second gradient.
 
     Events: AFTER_TRAIN_BATCH of one step in `every`, counted from 1, before methods that clip gradients. Reads and
     replaces: the gradients; reports in `metrics` the loss at w + e minus the loss at w, as f"{name}/sharpness". Under
@@ -78,9 +77,8 @@ def sam(
             be given.
         epsilon: Added to the norm of the gradient, at least 1e-30.
         every: The number of steps from one such step to the next.
-        per_rank: In a step of several processes (`data_parallel`), each process moves along the gradient of its own
-            part of the batch, so that each part has its own point (m-sharpness in the paper). This needs one more
-            gradient.
+        per_rank: In a step of several processes (`data_parallel`), each part of the batch has its own point
+            (m-sharpness in the paper). This needs one more gradient.
         name: Name of the algorithm and of its metric.
 
     Example:

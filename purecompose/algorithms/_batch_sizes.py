@@ -311,8 +311,8 @@ def batch_size_warmup(
     whole batch. Examples must be in random order. The learning rate is not changed; a schedule with the same line
     scales it: `0.1 * schedule.linear(s0, 1.0, t_max="0.3dur")`.
 
-    This is a host algorithm: sizes depend on time, and a compiled step is compiled separately for each size. Everything
-    else sees the reduced batch.
+    This is a host algorithm: a compiled step is compiled separately for each size. Everything else sees the reduced
+    batch.
 
     Args:
         duration: The warm-up's share of the run, in [0, 1]; with 0 the algorithm never matches.

@@ -156,7 +156,7 @@ def cutmix(
 
     with one random permutation pi and one box per batch; t is the share of the *partner*, measured on the clipped box.
     The targets are kept in a `Mixture` of two terms until the loss stage resolves them: as soft targets or, with
-    `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Methods on targets compose in any order.
+    `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]).
 
     Targets that are maps, as in segmentation, are pasted like the images, and nothing is mixed; see `cutmix_batch`.
     Mixing happens before the batch is split.

@@ -57,10 +57,9 @@ def stochastic_depth(
 
     Blocks of `purecompose.nn.models` and of torchvision's residual networks are replaced, see
     `purecompose.nn.layers.residuals`, unless they directly have parameters, buffers or hooks, or a forward set on the
-    instance. In blocks of timm and Hugging Face with a `drop_path` (see `purecompose.nn.layers.drop_paths`), it is
-    replaced by `purecompose.nn.layers.DropPath`: there, a skipped branch still updates its buffers, and the activation
-    is still applied after it. Other transformers, and parts of the network without trainable parameters, are not
-    changed.
+    instance. In blocks of timm and Hugging Face, a `drop_path` is replaced by `purecompose.nn.layers.DropPath`: there,
+    a skipped branch still updates its buffers, and the activation is still applied after it. Frozen parts of the
+    network are not changed.
 
     Events: INIT, and BATCH_START if rates vary. Reads the clock; replaces the model, and writes the rates, a buffer of
     each block.
@@ -304,7 +303,7 @@ def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, nam
     and in evaluation y = x. In a run of T batches, other masks are chosen every int(T / sigma) * tau batches.
 
     No masks are stored: mask j of a layer is drawn from (the run's key, layer, j), and the choice from (key, layer,
-    period). The inputs of these draws are kept in one buffer that all layers share.
+    period).
 
     Events: INIT (replaces every nn.Dropout by a `GyroDropout`, and creates the slot with the length of a period),
     BATCH_START (writes the key and the period), BEFORE_FORWARD and AFTER_FORWARD (with microbatches: writes the range
@@ -315,8 +314,7 @@ def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, nam
     networks, (1024, 8) for ResNet-18 and BERT.
 
     Args:
-        p: The probability of dropping an element, in [0, 1), for every layer, in place of those of the replaced layers.
-            With 0 the algorithm never matches.
+        p: The probability of dropping an element, in [0, 1), in every layer. With 0 the algorithm never matches.
         sigma: The number of masks in each layer's bank, at least 1.
         tau: The number of masks used for a batch, in [1, sigma]; a batch with fewer rows uses one mask per row.
         name: Name of the algorithm, of its slot and of its draws.

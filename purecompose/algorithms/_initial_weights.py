@@ -214,12 +214,11 @@ def patch_whitening(
     If the weight is not frozen, the filters also replace copies of the drawn weight that optimizers and other methods
     keep since INIT.
 
-    Events: INIT, to check the layer and to freeze its weight; AFTER_DATALOADER of the run's first batch, after methods
-    that augment or mix examples; with a time, BATCH_START until then, to set `paused`. Reads the batch's inputs, and
-    replaces the weight.
+    Events: INIT, to freeze the weight; AFTER_DATALOADER of the run's first batch, after methods that augment or mix
+    examples; with a time, BATCH_START until then, to set `paused`. Reads the batch's inputs, and replaces the weight.
 
     This is a host algorithm: a compiled step has one variant more, for the first batch. The moments, in float64, are
-    those of the whole batch, and are not differentiated.
+    those of the whole batch.
 
     Args:
         layer: The qualified name of an `nn.Conv2d`; by default the first one in the order of definition.

@@ -110,8 +110,8 @@ def layer_freezing(
 
     This is a host algorithm: a compiled step is compiled separately for each depth, of which there are at most S.
 
-    A network of one layer is silently not changed. In a program of several players, the step raises an error if all
-    layers of a player are frozen.
+    A network of one layer is not changed. In a program of several players, an error is raised if all layers of one are
+    frozen.
 
     Args:
         freeze_start: The time at which freezing begins, a share of the run in [0, 1]; with 1 the algorithm never

@@ -161,13 +161,11 @@ def gradient_noise_scale(
         |G|^2     ~ (B |g_B|^2 - b |g_b|^2) / (B - b)
         tr(Sigma) ~ (|g_b|^2 - |g_B|^2) / (1 / b - 1 / B)
 
-    Both estimates are unbiased but very noisy, so they are averaged over steps, with decaying weights, before they are
-    divided.
+    Both are averaged over steps, with decaying weights, before they are divided.
 
-    The parts are the step's microbatches: `compose(..., microbatches=2)`, or more. Parts of unequal size are weighted
-    by the terms in their losses: b is then 1 / mean(1 / b_i), a mean with these weights. In a step without
-    microbatches, the gradient of the first half of the batch is computed in addition, at the cost of half a gradient,
-    with the result of two microbatches.
+    The parts are the step's microbatches. Parts of unequal size are weighted by the terms in their losses: b is then 1
+    / mean(1 / b_i), a mean with these weights. In a step without microbatches, the gradient of the first half of the
+    batch is computed in addition, at the cost of half a gradient.
 
     Events: INIT, BEFORE_TRAIN_BATCH, AFTER_BACKWARD (the norm of a part), AFTER_TRAIN_BATCH (the norm of the batch;
     before methods that change gradients). Does not change training; adds `metrics[f"{name}/critical_batch_size"]`

@@ -103,12 +103,10 @@ def scale_schedule(
     This is a function of a state, not an algorithm: at INIT other methods read the run's length, and a resumed run must
     not be scaled a second time.
 
-    Replaces: the optimizer's schedules and the run's length. A checkpoint contains the scaled length, and a run is
-    resumed from it with a state that was created in the same way.
+    A run is resumed from a checkpoint with a state that was created in the same way.
 
-    Absolute times are multiplied by the ratio and not rounded; the run's length is rounded down. Times in fractions of
-    the run change with it. A schedule with a warm-up always uses the scaled length for both. Times in the settings of
-    other methods are not scaled.
+    Absolute times are multiplied by the ratio and not rounded; the run's length is rounded down. Times in the settings
+    of other methods are not scaled.
 
     Args:
         state: A state at its start, before `step.init`. The state of a population is accepted.

@@ -93,13 +93,11 @@ def loss_scaling(
     scale used in the step, 1 in a program without these events, and `metrics[f"{name}/skipped"]`, 1 if its gradients
     were skipped, else 0. Remembers a `LossScale` in `slots[name]`.
 
-    The default passes run it last at BEFORE_BACKWARD and first at AFTER_BACKWARD, so that no other method sees scaled
-    gradients (`Trait.SCALES_LOSS`).
+    No other method sees scaled gradients (`Trait.SCALES_LOSS`).
 
     A skipped step does not change `params` and `opt_state`; with `gradient_accumulation` its batch is left out of the
-    group. Time advances, and buffers keep what the forward pass wrote, as with `torch.amp.GradScaler`, which uses the
-    same schedule of scales. One gradient that is not finite makes all gradients NaN. The scale stays a normal float32;
-    torch's can fall to 0.
+    group. Time advances, and buffers keep what the forward pass wrote, as with `torch.amp.GradScaler`, whose schedule
+    of scales this is. One gradient that is not finite makes all gradients NaN. The scale stays a normal float32.
 
     Args:
         init_scale: The first scale, positive; powers of two do not cause rounding.

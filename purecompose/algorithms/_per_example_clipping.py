@@ -80,10 +80,9 @@ def per_example_clipping(
     delta) is not computed.
 
     The gradients are those of the step's loss with the algorithms that act before it, without frozen parameters, and
-    with each example's dropout and augmentation as drawn in the batch. They are computed by `torch.func.vmap` after the
-    step's own gradient; several processes compute those of a part each. All examples have equal weight: in a loss per
-    token, an example's loss is the mean over its tokens. If the model computes its own loss, it is called with a batch
-    of one example.
+    with each example's draws in the batch. Several processes compute those of a part each. All examples have equal
+    weight: in a loss per token, an example's loss is the mean over its tokens. If the model computes its own loss, it
+    is called with a batch of one example.
 
     Events: AFTER_TRAIN_BATCH, after other methods that compute gradients again and before those that collect or clip
     gradients. Replaces the gradients without reading them; adds `metrics[f"{name}/clipped"]`, the share of examples

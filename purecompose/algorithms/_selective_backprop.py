@@ -141,9 +141,9 @@ def selective_backprop(
     (`losses.ModelLoss`), examples are ranked by the cross entropy of the outputs' `logits` and the labels that
     `ModelLoss(labels=...)` names.
 
-    Events: AFTER_DATALOADER, where the trait SELECTS_EXAMPLES puts it first; INIT, BATCH_START and AFTER_FORWARD, to
-    check the loss, the batch's members and a model's own outputs from the first batch on. Reads params, buffers and the
-    batch; replaces the batch by the chosen examples, in the order in which they were drawn.
+    Events: AFTER_DATALOADER, first (`Trait.SELECTS_EXAMPLES`); INIT, BATCH_START and AFTER_FORWARD, to check the loss,
+    the batch and a model's outputs. Reads params, buffers and the batch; replaces the batch by the chosen examples, in
+    the order in which they were drawn.
 
     Args:
         start: The fraction of the run at which the method becomes active, in [0, 1].

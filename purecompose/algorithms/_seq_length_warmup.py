@@ -117,7 +117,7 @@ def seq_length_warmup(
     replaces: the batch. Reports in `metrics`, as numbers: `f"{name}/curr_seq_len"` and `f"{name}/curr_bs"`, the new
     length and number of examples of the batch.
 
-    This is a host algorithm: lengths depend on time, and a compiled step is compiled separately for each length.
+    This is a host algorithm: a compiled step is compiled separately for each length.
 
     Time counts the batch as it was loaded; everything else sees the shortened batch: `state.num_examples`,
     microbatches, the loss, and draws for each example.

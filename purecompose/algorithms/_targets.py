@@ -99,8 +99,8 @@ def mixup(
 
     with one random permutation pi per batch, and one t per batch or, with `per_example`, per example; t in [0, 1/2] is
     the share of the *partner*. The targets are kept in a `Mixture` of two terms until the loss stage resolves them: as
-    soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Methods on targets compose in any
-    order. Mixing happens before the batch is split.
+    soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Mixing happens before the batch is
+    split.
 
     Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
 

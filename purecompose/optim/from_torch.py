@@ -31,8 +31,8 @@ def from_torch(
 ) -> FromTorch:
     """Return an optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
 
-    It computes the same results as the class, bit for bit. It is slower than an optimizer of this library, since every
-    update copies parameters, gradients and memory, and on a GPU reads back counters that the class keeps on the host.
+    It computes the same results as the class, bit for bit, but slower than an optimizer of this library: every update
+    copies parameters, gradients and memory, and on a GPU reads back counters that the class keeps on the host.
 
     The class cannot be traced: neither `compile` nor `population` nor a gradient through the update works.
 
@@ -41,7 +41,7 @@ def from_torch(
             `state[param]`, as tensors, numbers, bools or None that exist from the first step on.
         groups: Settings for parameters by a pattern of their names, as for `sgd`.
         settings: The arguments of the class, by name. In place of a number, also inside a tuple, an hparam, a schedule
-            or a product of them is allowed; the class receives its value as a float.
+            or a product of them is allowed.
 
     Returns:
         A frozen, hashable optimizer. Its state is `{slot: {parameter name: tensor}}`, with the names, shapes and

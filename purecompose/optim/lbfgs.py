@@ -37,8 +37,7 @@ def lbfgs(
     """Return L-BFGS, equal to `torch.optim.LBFGS`, bit for bit.
 
     One step is up to `max_iter` iterations on one batch, usually the whole data set. Each evaluates the loss and its
-    gradient again, by `state.gradient`: with the same batch, microbatches, algorithms and draws, such as the same
-    dropout. Buffers and metrics, and the reported loss, are those of the first evaluation.
+    gradient again, by `state.gradient`. Buffers and metrics, and the reported loss, are those of the first evaluation.
 
     The step reads numbers to decide when to stop. So it is not compiled or mapped, and no gradient goes through it;
     methods that change gradients or wrap the optimizer are refused.

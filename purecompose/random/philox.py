@@ -16,9 +16,8 @@ operations costs 0.26 ms: a long integer serves as a vector, in which each word 
 
 A word is a uint32 value stored in an int64. A product of two words is at most `(2**32 - 1)**2`, which int64 represents
 modulo 2**64, so both halves are exact: the low one by a mask, the high one by a shift and a mask. The four lanes are
-separate tensors and the constants are Python numbers. Lanes stacked in one tensor need fewer operations (0.10 ms
-instead of 0.14 for a small draw), but the swap of lanes between rounds prevents the compiler from fusing: compiled,
-separate lanes are three times as fast.
+separate tensors: stacked in one they would need fewer operations, but compiled they are three times as slow, since the
+swap of lanes between rounds prevents fusing.
 
 In a traced step a draw is one operation, `purecompose::philox`. It also has a rule for `torch.func.vmap`, which passes
 the keys of all members to torch's operations at once; these have no such rule. For CPUs without kernels

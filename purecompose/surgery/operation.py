@@ -84,8 +84,7 @@ def operate(
     parameters stay tied. New modules get the training flag of the module that they replace. New parameters are drawn
     with the state's key, and floating ones get the floating dtype of the module that they replace.
 
-    A rule is given a copy of the module that shares its tensors. If the rule changes and returns it, it counts as
-    replaced.
+    A rule that changes and returns the module that it is given, a copy that shares its tensors, counts as replacing it.
 
     Slots are not changed: entries of a slot for single parameters keep the old names.
 
