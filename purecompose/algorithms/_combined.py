@@ -398,7 +398,6 @@ def _choice(
 
     Args:
         choose: Function of the state that returns a bool for each part, 0-d or (N,).
-        is_host: True if the choice is made on the host.
     """
 
     def apply(event: Event, state: State) -> State:

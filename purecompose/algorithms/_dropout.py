@@ -259,7 +259,6 @@ class GyroDropout(nn.Module):
 
     Args:
         p, sigma, tau: See `gyro_dropout`.
-        draw: The salt of this layer's draws.
         place: The buffer, shared by all layers, int64 of shape (6,), as described by `_Place`.
     """
 

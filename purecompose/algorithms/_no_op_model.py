@@ -67,9 +67,6 @@ class NoOpLoss:
 
     Outputs have the targets' shape, or are class scores (N, C, ...), of which the argmax is used.
 
-    Args:
-        ignore_index: Value of integer targets that are ignored.
-
     Example:
         >>> NoOpLoss(-100)(torch.tensor([3.0, -150.0]), torch.tensor([2, -100])).item()
         1.0

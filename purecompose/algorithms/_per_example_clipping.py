@@ -217,7 +217,6 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
     Buffers, slots and metrics are not changed. If several processes share the batch, each computes its own part.
 
     Args:
-        state: A state at an event after the gradient.
         part: Consecutive examples, in the form of the batch.
         first_example: The index in the batch of the first example; an int, or a 0-d int64 tensor.
     """
@@ -248,7 +247,6 @@ def sum_over_shares(state: State, share: range, own: T) -> T:
     """Return the sums over processes of a value, the same on all processes; with one process, the value itself.
 
     Args:
-        state: A state at an event after the gradient.
         share: The result of `own_examples`. The value of a process with an empty share is ignored.
         own: The value of this process: a pytree of tensors, with the same structure and shapes on all processes.
     """

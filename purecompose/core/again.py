@@ -23,11 +23,7 @@ from purecompose.schedule import Hparam, Schedule, collect
 def repeatable(
     run_once: Operation, body: Iterable[Node], ranks: Ranks | None = None, separable: Check | None = None
 ) -> Operation:
-    """Return an operation that also provides `state.gradient`, which runs it again at other parameters.
-
-    Args:
-        run_once: The part of a step that computes its gradient.
-    """
+    """Return an operation that also provides `state.gradient`, which runs it again at other parameters."""
     has_loss = any(getattr(node, "sets_loss", False) for node in walk(body))
 
     def run(carry: Carry, purpose: Purpose) -> Carry:

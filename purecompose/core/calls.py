@@ -94,10 +94,6 @@ def watched(
 ) -> T:
     """Return the result of a call of user code, which must not write into what it was given, or draw without a key.
 
-    Args:
-        marks: The marks of what it was given.
-        remedy: What to do instead of a write; by default the usual advice.
-
     Raises:
         InPlaceError, GlobalDrawError: The code did so.
     """

@@ -38,7 +38,6 @@ class Layout:
         dim: The dimension of the examples in the batch's tensors.
         splitter: Functions used instead of `field` and `dim`.
         token_counter: `batch -> int`, the number of tokens; by default the size of `input_ids`.
-        target_field: Field of the target, for the same batches as `field`.
     """
 
     field: batches.Field | None = None

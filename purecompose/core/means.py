@@ -175,12 +175,6 @@ def part_of_loss(state: State, start: int, size: int, total: int) -> Any:
     """Return the part of `whole_loss` that belongs to a slice of its examples.
 
     Gradients are scaled so that the mean over slices, weighted by their sizes, is the sum that is wanted.
-
-    Args:
-        state: The state, with the loss of `total` examples.
-        start: Index of the slice's first example.
-        size: Number of its examples.
-        total: Number of all examples.
     """
     whole = state.whole_loss
     if whole is None:

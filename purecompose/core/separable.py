@@ -107,7 +107,6 @@ def check_scope(
     It warns if the network's outputs for an example depend on other examples.
 
     Args:
-        body: The scope's body, which computes gradients.
         until_loss: The part of it before the stage that evaluates the state's loss; `None` if there is none.
         stage: The name of the stage of your own that computes the loss; empty if that is the state's loss.
         count: Function that returns the denominators of a stage in it; see `denominators`.

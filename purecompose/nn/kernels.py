@@ -38,9 +38,6 @@ def kernels(
 ) -> AbstractContextManager[Any]:
     """Return a scope that replaces those of torch's kernels that do not work, or are slow, as the network now runs:
     under function transforms, traced, or plainly.
-
-    Args:
-        narrow: The dtype of autocast, or `None` without it.
     """
     plain = plain_operations() if wants_plain(params, inputs) else NOTHING
     cumulative = _CumulativeNorms() if skeleton.has_cumulative_norms else NOTHING

@@ -300,11 +300,7 @@ def _meta_twin(tensor: Tensor) -> Tensor:
 
 
 def set_modes(root: nn.Module, eval_mode: Sequence[str], train_mode: Sequence[str]) -> None:
-    """Put modules of a network into a mode, with all that they contain; of two patterns, that of the inner one decides.
-
-    Args:
-        eval_mode, train_mode: Patterns (`fnmatch`) of qualified names; "" is the network itself.
-    """
+    """Put modules of a network into a mode, with all that they contain; of two patterns, the inner one's decides."""
     names = [name for name, _ in root.named_modules()]
     for role, patterns in (("eval_mode", eval_mode), ("train_mode", train_mode)):
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):

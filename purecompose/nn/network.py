@@ -208,7 +208,6 @@ def warn_of_dropped(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -
     """Warn, in the first run of a step, that a pass wrote into buffers, for a caller that drops them.
 
     Args:
-        before: The buffers given to `call_model`.
         after: The buffers that it returned: new tensors, so their versions count the writes of the pass.
     """
     if not is_first_run():

@@ -136,7 +136,6 @@ class LBFGS:
         """Move every parameter that has a gradient; see `Optimizer.update`.
 
         Args:
-            grads, opt_state, params, value: As for any optimizer.
             loss: The loss at `params`, 0-d, of which `grads` are the gradients.
             gradient: Function from all parameters to their gradients and the loss, as `state.gradient`.
 

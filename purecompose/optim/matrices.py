@@ -108,8 +108,6 @@ def orthogonalized(
     Args:
         matrix: A real matrix, shape (rows, columns), or a stack of them, shape (N, rows, columns).
         coefficients: Coefficients of x, x^3 and x^5.
-        steps: The number of iterations.
-        eps: The smallest norm to divide by.
 
     Returns:
         A tensor of the matrix's shape and dtype; all computations use this dtype.

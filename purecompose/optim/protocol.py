@@ -100,7 +100,6 @@ def carried(
 
     Args:
         opt_state: Its state for the old parameters; `None` if there is none.
-        params: The parameters by their new names.
         kept: Map from the new names of parameters that were kept to their old names.
         frozen: The new names of parameters that do not train.
     """

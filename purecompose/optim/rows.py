@@ -54,7 +54,6 @@ def moved(
     """Return the new tensors of each list, `[params, *memory]`, after a rule has moved the rows with a gradient.
 
     Args:
-        rule: A name in `RULES`.
         memory: What the rule remembers, a list for each quantity, with one tensor for each parameter.
         scalars: The rule's numbers, or 0-d tensors; or lists with one of these for each parameter.
 

@@ -25,9 +25,6 @@ class Guarded:
     Both outcomes are computed and one is chosen on the device, so that nothing waits for the device, and the choice
     can be traced and mapped.
 
-    Args:
-        inner: The optimizer.
-
     Example:
         >>> from purecompose.optim import sgd
         >>> optimizer, params = Guarded(sgd(0.5, momentum=0.9)), {"w": torch.ones(2)}
@@ -73,8 +70,6 @@ def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
 
     Args:
         is_good: 0-d, bool.
-        new: A tree of tensors.
-        old: A tree of the same structure, shapes and dtypes.
 
     Returns:
         `new` if `is_good` is true, else `old`, bit for bit; non-finite elements of the other have no effect.
@@ -132,10 +127,6 @@ class Decaying:
 
     s is the product of the schedules of the inner optimizer's learning rate, 1 without any. Only parameters with a
     gradient decay.
-
-    Args:
-        inner: The optimizer.
-        rules: The decay rules, applied one after the other.
 
     Raises:
         ValueError: The inner optimizer consists of several, each with its own learning rate.

@@ -50,8 +50,6 @@ class Within:
     """A range of numbers, as metadata of an annotation.
 
     Args:
-        low: The smallest number.
-        high: The largest number.
         above: True if `low` itself is excluded.
         below: True if `high` itself is excluded.
         or_infinite: True if infinity is valid.

@@ -47,10 +47,8 @@ class Shared(Scope):
     """Run the body, a `Microbatches`, on this process's part of the batch, and average the results of all processes.
 
     Args:
-        body: The `Microbatches` whose batch is divided.
         ranks: The processes; `None` if there is only one.
         is_checked: True if they are known to have the same states and batches, and to send messages of one form.
-        placing: How parameters are divided among the processes; `None` if each has all.
     """
 
     body: Program

@@ -107,7 +107,6 @@ def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> O
     """Return a body of slices that runs on divided parameters, and whose results are means over all processes.
 
     Args:
-        body: The body, whose gradients are of this process's slice.
         shares_statistics: True if batch normalisation may use the statistics of all processes; see `SharedPart`.
     """
 

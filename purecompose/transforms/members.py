@@ -196,9 +196,6 @@ def explained(where: str, one: str, remedy: str, state: State | None = None, num
     Args:
         where: What maps, for the messages.
         one: What it maps over, "member" or "example".
-        remedy: What helps whatever the error is.
-        state: The state of members, whose rows are checked.
-        num: The number of members.
     """
     try:
         with unvalidated():

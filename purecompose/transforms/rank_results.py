@@ -210,8 +210,6 @@ def averaged(
     Args:
         after: The state after this rank's part, without its gradients.
         own: These gradients; the dictionary is emptied.
-        names: The parameters with respect to which the part differentiates, the same on all ranks.
-        weight: The weight of this rank's part.
         sum_gradients: What sums gradients over the ranks, if not a message that all of them receive.
         shares_statistics: True if the network normalises by statistics of the whole batch, so that the gradient of a
             part whose loss does not count is one of other parts' losses.
@@ -268,9 +266,6 @@ def with_slots(ranks: Ranks, before: Mapping[str, Any], after: Mapping[str, Any]
     """Return slots with the changes of all ranks: each number changes by the sum of what the ranks added to it.
 
     A bool changes if it has changed on any rank.
-
-    Args:
-        counts: True if this rank's changes count.
     """
     old, spec = tree.flatten(dict(before))
     new, new_spec = tree.flatten(dict(after))

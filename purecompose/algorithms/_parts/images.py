@@ -60,7 +60,6 @@ def with_images(
     """Return the state with changed images in its batch.
 
     Args:
-        input_field: The given field, or `None` for the state's own.
         change: A function `(rng, images) -> images`.
     """
     return with_images_and_targets(
@@ -133,8 +132,6 @@ def one_operation_each(
 
     Args:
         stored: Levels (N, C, H, W), N at least 1, in the form that the scale stores.
-        scale: The images' scale.
-        primitives: The operations, drawn with equal probability.
         severity: The greatest strength, in [0, 10].
         num_groups: The number of consecutive groups of equal size whose operations are drawn independently.
     """
@@ -158,10 +155,6 @@ def one_operation_each(
 
 def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Return the images of each treatment, and the positions of their results.
-
-    Args:
-        num: The number of images, at least 1.
-        num_treatments: The number of treatments k.
 
     Returns:
         For each treatment the indices of its images, int64; and for each image its position in the concatenation of

@@ -34,7 +34,6 @@ def surgery_method(
             has been changed already.
         where: The `where` of the method: patterns of the modules to change, with all that they contain; by default the
             parts of the network with trainable parameters.
-        is_neutral: True if the settings change nothing.
     """
 
     patterns = None if where is None else tuple(where)

@@ -99,7 +99,6 @@ def on_levels(images: Tensor, fn: Callable[[Tensor, Scale], Tensor], value_range
         images: (N, C, H, W) or one image (C, H, W), uint8 or floating.
         fn: A function `(levels (N, C, H, W), scale) -> levels`, both in the form that the scale stores.
         value_range: See `Scale.of`.
-        where: Prefix of error messages.
 
     Returns:
         Images of the shape and dtype of `images`.
@@ -177,7 +176,6 @@ def whole_part(share: float | Tensor, size: int) -> int | Tensor:
 
     Args:
         share: A number, or a floating tensor, which has been rounded to its dtype.
-        size: The number of pixels.
 
     Returns:
         An int, or a tensor of the same shape, int64.

@@ -110,7 +110,6 @@ class SampleTransform:
         """Return the sample with its image changed, of the same kind.
 
         Args:
-            sample: A sample of the data set.
             rng: The source of randomness: a key, as passed by `data.loader(..., rng="key")`, or a generator; with
                 `None` torch's global one. To apply one method twice, use `rng.named(...)` for the second time.
 
@@ -159,7 +158,6 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
     """Return a PIL image as a tensor (C, H, W), uint8 if its pixels are levels; a tensor as it is.
 
     Args:
-        image: The image.
         is_moved: True if pixels are only moved, so that palettes and modes of other dtypes are accepted.
     """
     if isinstance(image, Tensor):

@@ -50,7 +50,6 @@ class _Factorized(nn.Module):
     """A layer and a second one without kernel or stride, whose product is the closest one to a given layer.
 
     Args:
-        layer: The layer. Its bias is reused, its weight is read.
         first, second: The new layers, without bias and on meta, so that no values are drawn.
     """
 

@@ -66,7 +66,6 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
         graph: The graph, pure except for `copy_` into placeholders.
         backend: `"inductor"`, `"eager"` (the graph as Python, for inspecting what was traced), or anything that
             `torch.compile(backend=...)` accepts.
-        mode: As in `torch.compile`.
 
     Raises:
         RuntimeError: Inductor finds no C++ compiler.

@@ -109,9 +109,6 @@ def recompute_signs(graph: fx.GraphModule) -> int:
     the argument to half precision, so that the sign of a number next to 0 may be another. It is done where the tensor
     from which the argument is computed, by elementwise operations with small tensors, is in memory at that time anyway.
 
-    Args:
-        graph: A functional graph, whose nodes carry fake tensors (`meta["val"]`).
-
     Returns:
         The number of comparisons.
     """
@@ -203,11 +200,7 @@ _philox, _below = torch.ops.purecompose.philox.default, torch.ops.aten.lt.Scalar
 
 
 def draw_in_kernels(module: fx.GraphModule, inductor: Inductor) -> None:
-    """Replace draws by `purecompose::draw`.
-
-    Args:
-        module: A functional graph whose nodes carry fake tensors (`meta["val"]`).
-    """
+    """Replace draws by `purecompose::draw`."""
     for node in module.graph.find_nodes(op="call_function", target=_philox):
         key, shape, dtype = node.args
         if node.meta["val"].device.type == "cpu":

@@ -1,4 +1,7 @@
-"""Operations of a graph that are replaced before it is compiled: convolutions, sums, gradients, draws."""
+"""Operations of a graph that are replaced before it is compiled: convolutions, sums, gradients, draws.
+
+In this folder graphs are functional, and their nodes carry fake tensors (`meta["val"]`).
+"""
 
 import operator
 import struct
@@ -187,9 +190,6 @@ def accumulate_rows(module: fx.GraphModule) -> None:
     """Replace `x + put(zeros, rows)` by `put(x, rows)`, where `put` adds rows at the places of indices.
 
     Rows with the same index are then added to `x` one after the other, so the last bits of the sum may differ.
-
-    Args:
-        module: A pure graph of operations that Inductor supports, whose nodes carry fake tensors (`meta["val"]`).
     """
     node: Any
     for node in module.graph.find_nodes(op="call_function", target=_aten.add.Tensor):
@@ -245,11 +245,7 @@ def open_draws(module: fx.GraphModule) -> dict[Any, Any]:
 
 
 def replace_draws(module: fx.GraphModule, decompositions: Any) -> None:
-    """Replace each `purecompose::philox` on a CPU without kernels by tensor operations.
-
-    Args:
-        module: A functional graph of fixed sizes, whose nodes carry fake tensors (`meta["val"]`).
-    """
+    """Replace each `purecompose::philox` on a CPU without kernels by tensor operations."""
     alike: dict[Any, list[Any]] = defaultdict(list)
     for node in _without_kernels(module):
         key, shape, dtype = node.args[0].meta["val"], *node.args[1:]

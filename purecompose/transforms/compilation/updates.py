@@ -58,8 +58,6 @@ def in_sending_order(
 
     Args:
         before: The nodes that must come before each node, as the bits of an integer, with its own.
-        writes: Nodes that write into placeholders.
-        places: The bit of each node.
     """
     everywhere = sum(1 << places[node] for node in before if _is_message(node))
     sends = [node for node in before if _is_message(node) and _is_reduction(node)]
@@ -189,10 +187,6 @@ def write_early(module: fx.GraphModule, operations: Collection[Any] = _WRITES) -
     """Reorder a graph in place, so that messages and writes into placeholders come as soon as their values are known.
 
     Operations keep their order wherever one writes into memory that the other reads or writes.
-
-    Args:
-        module: A graph whose nodes carry fake tensors (`meta["val"]`).
-        operations: The kinds of writes to move.
     """
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     needs = _dependencies(nodes)
@@ -267,9 +261,6 @@ def update_in_place(module: fx.GraphModule) -> None:
     """Replace `purecompose::adam` by `adam_` and `rows_at` by `rows_at_`, where a graph copies results into the old.
 
     That is the case in a step that donates, unless the old values are read afterwards, or are gradients as well.
-
-    Args:
-        module: A graph whose nodes carry fake tensors (`meta["val"]`).
     """
     _drop_idle_views(module.graph)
     places = {node: place for place, node in enumerate(module.graph.nodes)}
@@ -345,11 +336,7 @@ def _strides(nodes: list[fx.Node]) -> list[tuple[int, ...]]:
 
 
 def look_up_rows(module: fx.GraphModule) -> None:
-    """Replace `purecompose::rows` by `purecompose::rows_at` where its gradient is one of embeddings, and nothing else.
-
-    Args:
-        module: A graph as it was traced, whose nodes carry fake tensors (`meta["val"]`).
-    """
+    """Replace `purecompose::rows` by `purecompose::rows_at` where its gradient is one of embeddings alone."""
     node: Any
     for node in module.graph.find_nodes(op="call_function", target=_ops.rows.default):
         tensors, grad, *scalars = node.args
