@@ -216,7 +216,7 @@ def _failure(error: Exception, question: Question) -> MatchError:
     return MatchError(
         f"{question.algorithm.name}: match failed at {question.event}: {what}. Matching is decided before the step, "
         "by time and shapes: outputs, grads and clock are None; loss and metrics are those of the last step. Code "
-        "that needs values belongs in apply, or in a host algorithm (host=True)",
+        "that needs values belongs in apply, where torch.where chooses, or in a host algorithm (host=True)",
         question.event,
     )
 

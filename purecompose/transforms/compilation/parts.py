@@ -84,8 +84,8 @@ def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> Varia
     if len(batches) == len(schedules) == 1 < len(most):
         cause = (
             f"{len(most)} of them are for one form of batch ({next(iter(batches)) or '()'}) and the same algorithms, "
-            "and differ in what shapes do not show: a Python value in the batch (keep it in a tensor), the form of "
-            "another field of the state, or torch's settings"
+            "and differ in what shapes do not show: a Python value in the batch (ids, names, numbers: keep it in a "
+            "tensor), the form of another field of the state, or torch's settings"
         )
     elif len(batches) > len(schedules):
         shown = "; ".join(batch or "()" for batch in list(batches)[:4])
