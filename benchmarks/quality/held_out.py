@@ -12,8 +12,7 @@ TASK is one of
                prints it; the folder contains `kjv.txt`
 
 with the networks, lengths of run and all settings of `mnist.py`, `cifar10.py` and `shakespeare.py`. The target of each
-was chosen before, from three runs of the loop with seeds of tuning: what the worst of them reaches at its end; that of
-CIFAR-10, of which there are no such runs yet, is the one of `cifar10.py`.
+was chosen before, from three runs of the loop with seeds of tuning: what the worst of them reaches at its end.
 """
 
 import dataclasses
@@ -44,7 +43,7 @@ def _on_other_data(task: Task, name: str, title: str, target: float, sides: dict
 _BOTH = {"baseline": "baseline", "recipe": "recipe"}
 TASKS = {
     "fashion": _on_other_data(mnist.TASK, "fashion", "Fashion-MNIST", 0.897, _BOTH, data="fashion.npz"),
-    "cifar10": _on_other_data(cifar10.TASK, "cifar10", "CIFAR-10, another split", 0.845, _BOTH, split=1),
+    "cifar10": _on_other_data(cifar10.TASK, "cifar10", "CIFAR-10, another split", 0.853, _BOTH, split=1),
     "kjv": _on_other_data(shakespeare.TASK, "kjv", "King James Bible", 1.481, _BOTH, data="kjv.txt"),
 }
 
