@@ -1,4 +1,5 @@
-"""Analysis of recorded runs (`replay`, `bisect`), and experiments (`ablate`, `sweep`, `learning_rate_range`).
+"""Analysis of recorded runs (`replay`, `bisect`, `compare`), and experiments that train new ones (`ablate`, `sweep`,
+`learning_rate_range`).
 
 run = RecordedRun("runs/first", step, state, data)
 state = replay(run, at="1234ba").state
@@ -8,6 +9,11 @@ print(bisect(run, predicates.not_finite(), stays=True))
 from purecompose._support.exports import publish
 from purecompose.analysis import predicates as predicates
 from purecompose.analysis.ablation import ablate as ablate
+from purecompose.analysis.comparing import (
+    CheckpointDifference as CheckpointDifference,
+    Comparison as Comparison,
+    compare as compare,
+)
 from purecompose.analysis.effects import (
     FEWEST_SEEDS as FEWEST_SEEDS,
     Ablation as Ablation,

@@ -20,7 +20,7 @@ from purecompose import __version__
 from purecompose._support.device import processor
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES
-from purecompose.cli.analysis import ablate, bisect, lr_range, replay, sweep
+from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
 from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
 from purecompose.cli.processes import reporting
@@ -192,6 +192,7 @@ _COMMANDS: dict[str, Callable[..., int | None]] = {
         report,
         replay,
         bisect,
+        compare,
         ablate,
         sweep,
         lr_range,

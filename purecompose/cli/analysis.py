@@ -1,8 +1,9 @@
-"""`replay` and `bisect`, which analyse recorded runs; `ablate`, `sweep` and `lr-range`, which train to compare."""
+"""`replay`, `bisect` and `compare`, which analyse recorded runs; `ablate`, `sweep` and `lr-range`, which train to
+compare methods and settings."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from purecompose.algorithms import BY_NAME
 from purecompose.analysis import RecordedRun, predicates
 from purecompose.analysis.proposing import proposed
 from purecompose.analysis.sweeping import with_named_rate
-from purecompose.cli.options import Folder, Number, Shown, Time, UsageError, one_line, reported_as
+from purecompose.cli.options import Folder, Number, Run, Shown, Time, UsageError, one_line, reported_as
 from purecompose.cli.own import imported, is_own
 from purecompose.cli.parts import check
 from purecompose.cli.results import KeptRun
@@ -25,6 +26,7 @@ from purecompose.cli.setup import Data, Setup, arithmetic_of, completed, prepare
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State
+from purecompose.errors import CheckpointError, MismatchError
 from purecompose.random import key
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.saving.folder import check_replaceable
@@ -133,6 +135,36 @@ def _predicate(text: str) -> Any:
         return imported(call.name)
     known = (predicates.loss_above, predicates.not_finite, predicates.weight_norm_above)
     return specs.build(call, {one.__name__: one for one in known}, "predicate")
+
+
+def compare(
+    run_a: Run, run_b: Run, *, tolerance: Annotated[float, Shown("FRACTION")] = 0.0, allow_imports: bool = False
+) -> None:
+    """Show where two runs begin to differ, and why.
+
+    Args:
+        run_a: Folder of a run.
+        run_b: Folder of the other.
+        tolerance: Fraction of a tensor's largest magnitude by which it may differ; 0 compares bits.
+        allow_imports: Import code (my_module:name) that the settings of a run name.
+
+    Examples:
+        python -m purecompose compare runs/a runs/b --tolerance 1e-5
+    """
+    folders: list[Any] = [Path(run_a), Path(run_b)]
+    with ExitStack() as stack:
+        runs = folders  # enough for a coarser answer
+        try:
+            options = [RecordedOptions(run, allow_imports=allow_imports) for run in (run_a, run_b)]
+            runs = [stack.enter_context(one.opened())[0] for one in options]
+        except (UsageError, CheckpointError):
+            pass
+        with reported_as("", *_WRONG):
+            try:
+                say(analysis.compare(*runs, tolerance=tolerance))
+            except MismatchError as error:  # other versions, threads, ...: differences that are asked for
+                say(analysis.compare(*folders, tolerance=tolerance))
+                say(f"\nthe runs are not replayed: {one_line(error)}")
 
 
 @contextmanager

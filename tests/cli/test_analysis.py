@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import purecompose as pc
+from purecompose.analysis import replaying
 from purecompose.cli import load_run, main
 from tests.analysis.forms import digests
 
@@ -64,6 +65,23 @@ def test_bisect(run: Run, tmp_path: pathlib.Path) -> None:
     assert (status, err) == (0, "") and out.startswith("loss_above(0.0) holds from batch 1 on\n")
 
 
+def test_compare(run: Run) -> None:
+    status, out, err = run("compare", "a", "b")
+    assert (status, err) == (0, "")
+    assert "optimizer: adam(1e-3) in a, adam(2e-3) in b" in out
+    assert "the first difference is at batch 2: params['1.weight']: " in out
+    assert "no settings differ" in run("compare", "a", "a")[1]
+
+
+def test_compare_names_versions_that_prevent_a_replay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = replaying.environment
+    monkeypatch.setattr(replaying, "environment", lambda *given: {**now(*given), "torch": "99"})
+    status, out, err = run("compare", "a", "b")
+    assert (status, err) == (0, "")
+    assert "optimizer: adam(1e-3) in a, adam(2e-3) in b" in out and "the first difference is after batch" in out
+    assert "the runs are not replayed: " in out and "99 here" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -73,6 +91,7 @@ def test_bisect(run: Run, tmp_path: pathlib.Path) -> None:
         (("bisect", "a", "--until", "not_finite"), "bisect needs one of --stays, if what is true stays true"),
         (("bisect", "a", "--until", "weight_norm_above(1.0, 'x')", "--stays"), "no parameter has a name like 'x'"),
         (("bisect", "a", "--until", "not_finit", "--stays"), "did you mean 'not_finite'"),
+        (("compare", "a", "nothing"), "nothing has no checkpoints"),
     ],
 )
 def test_errors_are_one_line(run: Run, words: tuple[str, ...], message: str) -> None:
