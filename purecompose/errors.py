@@ -123,3 +123,7 @@ class MismatchError(CheckpointError):
     def __init__(self, message: str, differences: list[str]) -> None:
         super().__init__(message)
         self.differences = differences
+
+
+class UploadError(CheckpointError):
+    """Files of a run could not be sent to remote storage; they are in a local copy, which the message names."""

@@ -6,10 +6,12 @@ from purecompose.errors import (
     CheckpointWarning as CheckpointWarning,
     DamagedError as DamagedError,
     MismatchError as MismatchError,
+    UploadError as UploadError,
 )
 from purecompose.run.saving.checkpoint import load as load, save as save
 from purecompose.run.saving.files import Index as Index
 from purecompose.run.saving.folder import read_index as read_index
+from purecompose.run.saving.remote import mirror as mirror
 from purecompose.run.saving.selection import (
     Checkpoints as Checkpoints,
     Ranked as Ranked,

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import math
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
@@ -34,16 +33,6 @@ def read_whole(file: Path, most: int) -> bytes:
     if max(size, len(content)) > most:
         raise OSError(errno.EFBIG, f"larger than the {most:,} bytes that are read", str(file))
     return content
-
-
-def local_path(path: Path | str, where: str) -> Path:
-    """Return a path; raise a `ValueError` that begins with `where` for a URL, of which a local folder would be made."""
-    if re.match(r"[\w+.-]{2,}:/", str(path)):
-        raise ValueError(
-            f"{where}: {path} is a URL: give a local folder, and copy it by a tool of the storage (a copy that is "
-            "incomplete is recognised)"
-        )
-    return Path(path)
 
 
 def sync(path: Path) -> None:

@@ -1,5 +1,9 @@
-"""Messages to users: safe to print, with the line and the layer of their own code that they are about."""
+"""Messages to users: safe to print, with the line and the layer of their own code that they are about.
 
+They name the URLs of folders in remote storage, which are used through local copies.
+"""
+
+import contextlib
 import inspect
 import linecache
 import random
@@ -7,9 +11,10 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,12 +40,12 @@ def say(*values: object, file: Any = None, **settings: Any) -> None:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn with the innermost line outside of the library and torch."""
+    """Warn with the innermost line outside of the library and torch, and with URLs for the paths of local copies."""
     level, frame = 1, sys._getframe(0)
     # torch's decorators, such as no_grad, stand between the library's functions.
     while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         level, frame = level + 1, frame.f_back
-    warnings.warn(escaped(text), category, stacklevel=level)
+    warnings.warn(escaped(with_urls(text)), category, stacklevel=level)
 
 
 def line_of(error: BaseException) -> str:
@@ -83,3 +88,83 @@ def _is_machinery(frame: FrameType) -> bool:
     """Return whether a frame of torch only passes a call on."""
     package, _, module = frame.f_globals.get("__name__", "").partition(".")
     return package == "torch" and module.startswith(("_", "fx", "overrides", "utils", "nn.modules.module"))
+
+
+class Known(NamedTuple):
+    """What is known of a local copy."""
+
+    url: str
+    """The URL of the folder that is copied."""
+    fetch: Callable[[Path], None] | None = None
+    """Function that reads what is missing at a path in the copy; `None` if all is there."""
+
+
+_COPIES: dict[str, Known] = {}
+"""The local copies in use, by their paths."""
+
+
+def is_remote(path: Path | str) -> bool:
+    """Return whether a path is a URL, such as `s3://bucket/run`.
+
+    Raises:
+        ValueError: It is a `Path` that was made of a URL, and so names a local folder.
+    """
+    if isinstance(path, Path) and path.parts and _SCHEME.fullmatch(path.parts[0]):
+        raise ValueError(
+            f"{path!r} is a local folder named {path.parts[0]!r}, since pathlib drops slashes: pass the URL as a str, "
+            f"'{path.parts[0]}//...'"
+        )
+    return "://" in str(path)
+
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")  # not the single letter of a drive
+
+
+def know(local: Path, url: str, fetch: Callable[[Path], None] | None = None) -> None:
+    """Remember a local copy until `forget`; for the arguments see `Known`."""
+    _COPIES[str(local)] = Known(url, fetch)
+
+
+def forget(local: Path) -> None:
+    """Forget a local copy: messages name it by its own path again."""
+    _COPIES.pop(str(local), None)
+
+
+def with_urls(text: object) -> str:
+    """Return a text with URLs in place of the paths of local copies.
+
+    Example:
+        >>> know(Path("/tmp/copy/run"), "s3://bucket/run")
+        >>> with_urls("/tmp/copy/run/index.json is damaged")
+        's3://bucket/run/index.json is damaged'
+        >>> forget(Path("/tmp/copy/run"))
+    """
+    found = str(text)
+    for local in sorted(_COPIES, key=len, reverse=True):  # a folder after those in it, whose URLs are longer
+        found = found.replace(local, _COPIES[local].url)
+    return found
+
+
+def present(path: Path) -> Path:
+    """Return a path, at which a local copy has what is in the storage."""
+    for local, known in [*_COPIES.items()]:
+        if known.fetch is not None and path.is_relative_to(local):
+            known.fetch(path)
+    return path
+
+
+@contextlib.contextmanager
+def naming_urls() -> Iterator[None]:
+    """Return a scope whose errors name URLs in place of the paths of local copies."""
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        seen: list[BaseException] = []
+        while _COPIES and found is not None and found not in seen:
+            seen.append(found)
+            found.args = tuple(with_urls(one) if isinstance(one, str) else one for one in found.args)
+            if isinstance(found, OSError) and isinstance(found.filename, str | Path):
+                found.filename = with_urls(found.filename)
+            found = found.__cause__
+        raise

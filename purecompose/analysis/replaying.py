@@ -12,8 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from purecompose._support.checks import shown
-from purecompose._support.files import local_path
-from purecompose._support.messages import warn
+from purecompose._support.messages import is_remote, warn
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.loaders import describe_data, differences as data_differences, own_order
@@ -204,7 +203,9 @@ _HINT = (
 
 def checkpoints_in(path: Path | str) -> tuple[Found, ...]:
     """Return the checkpoints in a run's folder, or a folder of checkpoints, the oldest first; raise without any."""
-    folder = local_path(path, "RecordedRun")
+    if is_remote(path):
+        raise ValueError(f"{path} is in remote storage: give the folder of `with purecompose.saving.mirror(url)`")
+    folder = Path(path)
     folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     found, damaged = all_in(folder)
     if not found and damaged:

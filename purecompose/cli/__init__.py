@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import metadata
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
 from purecompose.cli.processes import reporting
 from purecompose.cli.reports import report, runs
-from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, export, load_run as load_run, predict
+from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, export, load_run as load_run, local_copy, predict
 from purecompose.cli.settings import meant_setting
 from purecompose.cli.training import RunError, train
 from purecompose.errors import CheckpointError
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Callable[..., int | None], given: dict[str, Any]) -> int | None:
-    """Run a command with its options. A warning is one line, said once."""
+    """Run a command with its options; runs in remote storage are read from there. A warning is one line, said once."""
     said: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -95,8 +95,13 @@ def _run(command: Callable[..., int | None], given: dict[str, Any]) -> int | Non
             said.add(str(message))
             say(f"warning: {message}", file=sys.stderr)
 
-    with warnings.catch_warnings():
+    with ExitStack() as stack, warnings.catch_warnings():
         warnings.showwarning = show
+        for name in ("run", "run_a", "run_b"):
+            if given.get(name) is not None:
+                given[name] = local_copy(given[name], stack)
+        if "runs" in given:
+            given["runs"] = [local_copy(run, stack) for run in given["runs"]]
         return command(**arguments_of(command, given))
 
 

@@ -7,16 +7,19 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from purecompose._support.messages import is_remote, naming_urls
 from purecompose.cli.options import UsageError
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State
+from purecompose.run.saving.remote import Mirror, sent_from
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.fully_sharded import fully_sharded, shard
 
@@ -52,6 +55,28 @@ class Processes:
             dist.destroy_process_group()  # after an error it is still needed, to find out who reports it
         finally:
             time.sleep(_TO_RELEASE.total_seconds())
+
+    @contextlib.contextmanager
+    def folder(self, out: str | None, *, is_divided: bool) -> Iterator[Path | None]:
+        """Return a scope with the folder of a run, which is a local copy if `out` is a URL.
+
+        Raises:
+            UsageError: The storage cannot be read; or processes divide the state, and need a folder that they share; or
+                there is only one.
+        """
+        if is_divided and self.size == 1:
+            raise UsageError("--shard: there is only one process; start several by torchrun")
+        if out is None or not is_remote(out):
+            yield None if out is None else Path(out)
+            return
+        if is_divided:
+            raise UsageError(f"--out {out}: with --shard, give a folder that all processes share")
+        try:
+            copy = Mirror(out, sends=self.is_first)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--out: {error}") from error
+        with sent_from(copy) as local, naming_urls():
+            yield local
 
     def device(self, name: str) -> str:
         """Return the device of this process: of several GPUs in a host, each has its own."""

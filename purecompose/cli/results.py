@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from json import dumps
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, metrics, saving
-from purecompose._support.messages import say
+from purecompose._support.messages import is_remote, say, with_urls
 from purecompose._support.specs import did_you_mean
 from purecompose.cli.options import File, Run, Shown, UsageError, check_target, reported_as
 from purecompose.cli.own import allowed_by
@@ -29,6 +29,7 @@ from purecompose.records import Predictions
 from purecompose.records.report import number
 from purecompose.run.evaluation import evaluate as evaluated, predict as predicted
 from purecompose.run.saving.folder import CHECKPOINTS, INDEX
+from purecompose.run.saving.remote import fetched
 from purecompose.saving import Ranked, load, newest, ranked
 from purecompose.surgery import with_weights
 
@@ -47,8 +48,8 @@ class LoadedRun(NamedTuple):
     """The run's batches for training, to pass to `fit`."""
     test_data: Arrays
     """The run's batches for evaluation."""
-    checkpoint: Path
-    """The checkpoint's folder."""
+    checkpoint: Path | str
+    """The checkpoint's folder, or its URL."""
 
 
 def load_run(
@@ -60,7 +61,7 @@ def load_run(
     result, instead of by `--resume`, may produce other bits.
 
     Args:
-        run: The run's folder, or the folder of one of its checkpoints.
+        run: The run's folder, or the folder of one of its checkpoints; or the URL of one.
         checkpoint: "newest", "best", or a checkpoint's name. If `run` is the folder of a checkpoint, only that one.
         data: Data to use instead of those that the run was trained on, as for `--data`.
         allow_imports: True to allow importing, and so running, code that the run's settings name, `my_module:name`.
@@ -78,11 +79,23 @@ def load_run(
         outputs = run.state.forward(images)
         state = purecompose.fit(run.step, run.state, run.train_data, duration="60ep")
     """
-    kept = KeptRun(str(run), data=None if data is None else str(data), allow_imports=allow_imports)
-    settings, found = kept.completed(checkpoint)
-    with arithmetic_of(settings):
-        setup, state, place = at_checkpoint(run, checkpoint, settings, found)
-    return LoadedRun(state, setup.plain_step, setup.train_data, setup.test_data, place)
+    with fetched(run) as folder:
+        kept = KeptRun(str(folder), data=None if data is None else str(data), allow_imports=allow_imports)
+        settings, found = kept.completed(checkpoint)
+        with arithmetic_of(settings):
+            trained = at_checkpoint(folder, checkpoint, settings, found)
+        setup, place = trained.setup, with_urls(trained.checkpoint) if is_remote(run) else trained.checkpoint
+    return LoadedRun(trained.state, setup.plain_step, setup.train_data, setup.test_data, place)
+
+
+def local_copy(run: str, stack: ExitStack) -> str:
+    """Return a run, or if it is given by a URL its local copy, while the stack is open.
+
+    Raises:
+        UsageError: There is nothing at the URL, or it cannot be read.
+    """
+    with reported_as("", OSError, ValueError):
+        return str(stack.enter_context(fetched(run))) if is_remote(run) else run
 
 
 @dataclass(frozen=True)
@@ -197,7 +210,7 @@ def evaluate(kept: KeptRun, *, checkpoint: Which = "newest", json: bool = False)
         setup, state, path = at_checkpoint(kept.run, checkpoint, settings, data)
         wanted = {**setup.kind.metrics, "loss": metrics.mean_loss()}
         found = evaluated(state, setup.test_data, wanted, step=setup.plain_step)
-    reported = {"checkpoint": str(path), "batch": state.timestamp.batch, **found}
+    reported = {"checkpoint": with_urls(path), "batch": state.timestamp.batch, **found}
     if json:
         say(dumps(reported))
         return
@@ -242,7 +255,7 @@ def predict(kept: KeptRun, *, checkpoint: Which = "newest", out: File | None = N
         writer.writerow(["index", "class", "probability", "target"])
         writer.writerows([index, found, f"{share:.6f}", target] for index, (found, share, target) in enumerate(rows))
     if out is not None:
-        say(f"{len(rows):,} predictions of {run.checkpoint} in {out}")
+        say(f"{len(rows):,} predictions of {with_urls(run.checkpoint)} in {out}")
 
 
 def _predicted(run: _Trained) -> Iterator[tuple[Any, float, Any]]:
@@ -305,7 +318,7 @@ def export(
         for path in out:
             with reported_as("--out", OSError):
                 _FORMS[Path(path).suffix.lower()](state, inputs, Path(path))
-            say(f"{trained.checkpoint} in {path}")
+            say(f"{with_urls(trained.checkpoint)} in {path}")
 
 
 def _any_batch() -> Any:

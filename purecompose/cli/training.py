@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from purecompose._support import specs
-from purecompose._support.files import local_path
 from purecompose._support.messages import say
 from purecompose.cli.options import Folder, Shown, UsageError, option_of, reported_as
 from purecompose.cli.parts import kept_of
@@ -110,11 +109,7 @@ def train(
         python -m purecompose train --out runs/b --tracker tensorboard --tracker "wandb(project='digits')"
     """
     processes = processes_here()
-    with reported_as(""):
-        folder = None if out is None else local_path(out, "--out")
-    if shard is not None and processes.size == 1:
-        raise UsageError("--shard: there is only one process; start several by torchrun")
-    with ExitStack() as stack:
+    with processes.folder(out, is_divided=shard is not None) as folder, ExitStack() as stack:
         if folder is not None and processes.is_first and not print_config:
             with _about_out():
                 is_run(folder, resume)
@@ -132,7 +127,7 @@ def train(
         stack.enter_context(nullcontext() if traceback else _reported_in_one_line())
         # A text's vocabulary usually follows from its file.
         typed = settings if "vocabulary" in given.chosen() else dataclasses.replace(settings, vocabulary=None)
-        place = None if folder is None else _Place(folder, command_of(typed, out), resume)
+        place = None if folder is None else _Place(folder, str(out), command_of(typed, out), resume)
         trackers = trackers_of(tracker or (), folder, dataclasses.asdict(settings)) if processes.is_first else []
         _run(settings, setup, place, processes, None if quiet else changes(settings, earlier), trackers)
 
@@ -141,6 +136,9 @@ class _Place(NamedTuple):
     """Where a run is kept."""
 
     path: Path
+    """Its folder, or the local copy of one in remote storage."""
+    named: str
+    """The folder as the user has given it."""
     command: str
     """The command that repeats the run."""
     resume: bool
@@ -209,13 +207,13 @@ def _run(
         if folder.is_resumed and not stopwatch.batches:
             done = f"after {setup.state.timestamp.run.duration}"
             done += "" if folder.was_complete else ", and its folder is complete now"
-            say(f"the run in {place.path} had already ended, {done}; continue it with a longer --duration")
+            say(f"the run in {place.named} had already ended, {done}; continue it with a longer --duration")
         last = f"{CHECKPOINTS}/{name_at(state.timestamp)}"
         missing = folder.unwritten if (folder.path / last).is_dir() else (last, *folder.unwritten)
     print_results(setup, state, history, stopwatch, settings, place, missing)
     if missing and place is not None:
         raise RunError(
-            f"the run in {place.path} is incomplete: {', '.join(missing)} could not be written (see the warnings)"
+            f"the run in {place.named} is incomplete: {', '.join(missing)} could not be written (see the warnings)"
         )
 
 
@@ -322,7 +320,7 @@ def print_results(
     on = threads if state.device.type == "cpu" else str(state.device)
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if place is not None and REPORT not in missing:
-        table.add_row("report", f"{place.path}/{REPORT}")
+        table.add_row("report", f"{place.named}/{REPORT}")
     for i, name in enumerate(missing):
         table.add_row("" if i else "could not be written", name)
     Console(highlight=False).print(table)

@@ -19,8 +19,7 @@ from typing import Any
 
 from purecompose._support.checks import check_flag, shown
 from purecompose._support.device import processor
-from purecompose._support.files import local_path
-from purecompose._support.messages import escaped, warn
+from purecompose._support.messages import escaped, is_remote, warn, with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.observers import Records, Stopwatch, learning_rate, memory, read_records, speed
@@ -136,9 +135,11 @@ class RunFolder:
         resume: bool = False,
         every: TimeLike | int = "1ba",
     ) -> None:
-        self.path: Path = local_path(
-            os.fspath(path), "RunFolder"
-        ).absolute()  # valid after a change of the working directory
+        if is_remote(path if isinstance(path, str) else Path(path)):
+            raise ValueError(
+                f"RunFolder: {path} is in remote storage: give the folder of `with purecompose.saving.mirror(url)`"
+            )
+        self.path: Path = Path(path).absolute()  # valid after a change of the working directory
         self.unwritten: tuple[str, ...] = ()
         settings = None if config is None else checked_settings(config, "RunFolder: config")
         self._command = _as_command(command)
@@ -313,7 +314,8 @@ class RunFolder:
                 write_report(self.path, self.path / REPORT, predictions=[self._predictions])
         if problems:
             reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
-            warnings.warn(f"{self.path}: {'; '.join(reported)}", RuntimeWarning, stacklevel=4)
+            text = with_urls(f"{self.path}: {'; '.join(reported)}")
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         self.unwritten = tuple(dict.fromkeys([*([] if self._is_noted else [HISTORY]), *problems]))
 
     def _write_result(self, given: Mapping[str, Any] | None) -> None:

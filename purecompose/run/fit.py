@@ -9,13 +9,13 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from purecompose._support.checks import check_keywords
-from purecompose._support.messages import warn
+from purecompose._support.messages import naming_urls, warn
 from purecompose.core.application import with_updates
 from purecompose.core.compose import Step
 from purecompose.core.state import State
@@ -28,6 +28,7 @@ from purecompose.run.rules import Adjuster, BestState, Stopper
 from purecompose.run.saving.checkpoint import Resumed, best_before, restore_extra, resumed_from, resumed_from_newest
 from purecompose.run.saving.keeping import Keeper
 from purecompose.run.saving.leaves import POSITION
+from purecompose.run.saving.remote import fetched
 from purecompose.run.saving.selection import Checkpoints
 from purecompose.schedule import Schedule, collect
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
@@ -67,6 +68,8 @@ def _states(
         _check_ends_together(budget, microbatches)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
+        if keeper is not None:
+            keeper.open(state, step)
         is_adaptive = microbatches is not None
         resumed, position = _resumed(keeper, state, step, data, resume, ["microbatches"] * is_adaptive)
         if resumed is not None:
@@ -211,17 +214,18 @@ def _resumed(
     """
     if resume is None:
         return None, None
-    if resume != "auto":
-        resumed = resumed_from(Path(resume), like, step, ignore)
-    elif keeper is not None:
-        resumed = resumed_from_newest(keeper.folder, like, step, ignore)
-    else:
-        raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
-    if resumed is None:
-        return None, None
-    _check_resumed(resumed, like, data)
-    restore_extra(None if keeper is None else keeper.settings.extra, resumed.path, resumed.outside)
-    return resumed, resumed.outside.get(POSITION)
+    with naming_urls(), nullcontext() if resume == "auto" else fetched(resume) as given:
+        if given is not None:
+            resumed = resumed_from(given, like, step, ignore)
+        elif keeper is not None:
+            resumed = resumed_from_newest(keeper.folder, like, step, ignore)
+        else:
+            raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
+        if resumed is None:
+            return None, None
+        _check_resumed(resumed, like, data)
+        restore_extra(None if keeper is None else keeper.settings.extra, resumed.path, resumed.outside)
+        return resumed, resumed.outside.get(POSITION)
 
 
 def _recall(best: BestState, resumed: Resumed, like: State, step: Step) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.messages import warn
+from purecompose._support.messages import warn, with_urls
 from purecompose.core.compose import Step
 from purecompose.core.loop import eval_events
 from purecompose.core.state import State
@@ -311,7 +311,8 @@ class Run:
         """End the process by the signal that has arrived, with a text about the checkpoint of its last state."""
         assert self.keeper is not None
         self.keeper.settle()
-        path, now = self.keeper.written or (newest(self.keeper.folder), None)
+        found, now = self.keeper.written or (newest(self.keeper.folder), None)
+        path = found and with_urls(found)
         self.keeper.close()
         left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
         if state is not None and now == state.timestamp:

@@ -53,6 +53,12 @@ def test_replay(run: Run, tmp_path: pathlib.Path) -> None:
     assert "saved in" in out
 
 
+def test_a_run_in_remote_storage_is_read_as_well(run: Run, trained: pathlib.Path) -> None:
+    pytest.importorskip("fsspec")
+    at = ("--at", "7ba")
+    assert run("replay", (trained / "a").as_uri(), *at)[:2] == run("replay", "a", *at)[:2]
+
+
 def test_bisect(run: Run, tmp_path: pathlib.Path) -> None:
     status, out, err = run("bisect", "a", "--until", "weight_norm_above(1.0)", "--stays")
     assert status == 2 and "holds in a/checkpoints/ep0000-ba00000000 already" in err

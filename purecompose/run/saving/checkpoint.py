@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.checks import shown, suggests_keywords
-from purecompose._support.files import local_path
-from purecompose._support.messages import warn
+from purecompose._support.messages import is_remote, warn
 from purecompose._support.objects import in_words
 from purecompose._support.shards import local, place_of, span_of
 from purecompose.core.compose import Step
@@ -49,6 +48,7 @@ from purecompose.run.saving.leaves import (
     stored,
     unpack,
 )
+from purecompose.run.saving.remote import fetched
 from purecompose.run.saving.selection import Checkpoints, best_in
 from purecompose.time.event import Event
 
@@ -158,7 +158,7 @@ def save(state: State, path: Path | str, *, step: Step | None = None, parts: Par
         The folder.
 
     Raises:
-        ValueError: `parts` has another value, or `path` is a URL.
+        ValueError: `parts` has another value, or `path` is a URL: see `mirror`.
         OSError: The disk is full, or the folder cannot be written to, also by another of the processes that write
             together; an existing checkpoint is left unchanged.
         TypeError: The state contains something that is neither a tensor nor a plain value; the message names the place.
@@ -175,11 +175,15 @@ def save(state: State, path: Path | str, *, step: Step | None = None, parts: Par
     """
     if not isinstance(state, State):
         raise TypeError(f"save(state, path): expected a State first, got {shown(state)}")
-    path = local_path(path, "save")
+    if is_remote(path):
+        raise ValueError(
+            f"save: {path} is in remote storage: save to a local folder in `with purecompose.saving.mirror(url)`, or "
+            "give fit checkpoints=Checkpoints(url)"
+        )
     writers = writers_of(state)
     taken = snapshot(state, step, parts=parts, writers=writers)
-    in_all(writers, lambda: taken.write(path, writers), f"{path} was not written")
-    return path
+    in_all(writers, lambda: taken.write(Path(path), writers), f"{path} was not written")
+    return Path(path)
 
 
 @suggests_keywords
@@ -196,7 +200,7 @@ def load(
     Loading executes no code: the files contain only numbers and JSON.
 
     Args:
-        path: The folder.
+        path: The folder; or its URL, such as `s3://bucket/run/checkpoints/ep0003-ba00000120`, see `mirror`.
         like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
             `step.init(state)`. It defines the structure and the device; its values are not read, except for frozen
             parameters that the checkpoint leaves out, and for settings: buffers of the network that are not in its
@@ -245,13 +249,13 @@ def load(
 
 def read(path: Path | str, like: State, **settings: Any) -> State:
     """Load a state like `load`, but without the events around it."""
-    path = local_path(path, "load")
-    try:
-        return restored(path, disk.read_index(path), like, **settings)
-    except DamagedError as error:
-        if (older := _whole_before(path)) is None:
-            raise
-        raise DamagedError(f"{error}; the next older whole one is {older}") from error
+    with fetched(path) as local:
+        try:
+            return restored(local, disk.read_index(local), like, **settings)
+        except DamagedError as error:
+            if (older := _whole_before(local)) is None:
+                raise
+            raise DamagedError(f"{error}; the next older whole one is {older}") from error
 
 
 def _whole_before(path: Path) -> Path | None:
@@ -426,6 +430,7 @@ def _looked_for(folder: Path, writers: Writers | None) -> tuple[list[Path], dict
     names, reasons, newer = found if writers is None else json.loads(writers.word_of_first(json.dumps(found)))
     if newer is not None:
         raise CheckpointError(newer)  # not damaged, but this version cannot read it
+    # By names, since each host has a local copy of its own of a folder in remote storage.
     return [folder / name for name in names], {folder / name: reason for name, reason in reasons.items()}
 
 

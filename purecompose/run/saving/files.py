@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.files import PLAIN, is_count, is_nested_deeper, is_numbers, misfit, opened
+from purecompose._support.messages import present
 from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp
@@ -316,7 +317,7 @@ def library() -> Any:
 
 
 def _check_file(path: Path, name: str, report: Mapping[str, Any]) -> None:
-    file = path / name
+    file = present(path / name)
     try:
         with opened(file) as stream:
             size = os.fstat(stream.fileno()).st_size

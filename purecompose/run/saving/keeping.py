@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from purecompose._support.messages import warn
+from purecompose._support.messages import is_remote, warn, with_urls
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning
@@ -17,18 +17,24 @@ from purecompose.run.saving.checkpoint import Resumed, Snapshot, snapshot
 from purecompose.run.saving.files import DECIDES, library
 from purecompose.run.saving.folder import Found, Writers, in_all, writers_of
 from purecompose.run.saving.leaves import EXTRA, POSITION, leaves_of, pack
+from purecompose.run.saving.remote import Mirror
 from purecompose.run.saving.selection import Checkpoints, best_in, best_of, surplus
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.timestamp import has_passed
 
 
 class Keeper:
-    """The writer of a run's checkpoints, one for each call of `fit`; `written` is its newest one, with its time."""
+    """The writer of a run's checkpoints, one for each call of `fit`; `written` is its newest one, with its time.
+
+    `folder` is absolute; if it is in remote storage, it is that of the local copy, from `open` on.
+    """
 
     def __init__(self, settings: Checkpoints) -> None:
         self.settings = settings
         self.written: tuple[Path, Timestamp] | None = None
         self.folder = Path(settings.folder).absolute()
+        self._mirror: Mirror | None = None
+        self._reported: str | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
         self._waiting: list[tuple[Future[None], Timestamp]] = []
         """The checkpoints (not their tensors) that the writing thread has not written, and their times."""
@@ -44,6 +50,22 @@ class Keeper:
         """Ratings and names of the best checkpoints so far; the same in all processes."""
         self._writers: Writers | None = None
         self._has_lacked_position = False
+
+    def open(self, state: State, step: Step | None = None) -> None:
+        """Read the folder if it is in remote storage; all processes that share the state must call this.
+
+        Raises:
+            ValueError: The processes hold parts of the state.
+            ImportError, OSError: See `Mirror`.
+        """
+        if not is_remote(self.settings.folder):
+            return
+        url, writers = str(self.settings.folder), writers_of(state, step)
+        if writers is not None and writers.is_joint:
+            raise ValueError(f"checkpoints: {url}: processes that hold parts of a state need a folder that they share")
+        sends = writers is None or writers.is_first
+        self._mirror = in_all(writers, lambda: Mirror(url, sends=sends), f"{url} cannot be read")
+        self.folder: Path = self._mirror.local
 
     def begin(self, state: State, step: Step | None = None, *, from_here: Resumed | None = None) -> None:
         """Check that the run, which starts at `state`, can be saved, and that the folder has no later checkpoints.
@@ -63,7 +85,7 @@ class Keeper:
         later = [one for one in found if one.index.batch > state.timestamp.batch]
         if later and from_here is None:
             raise FileExistsError(
-                f"{self.folder} holds checkpoints of a run that has come further ({later[0].path.name}): "
+                f"{with_urls(self.folder)} holds checkpoints of a run that has come further ({later[0].path.name}): "
                 "continue from there with resume='auto', or give this run a folder of its own"
             )
         self._best = self._rated(found)
@@ -157,11 +179,16 @@ class Keeper:
         self._tell()
 
     def close(self) -> None:
-        """Wait until everything is written, and end the thread."""
+        """Wait until everything is written, and sent to remote storage, and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         if self._parts is not None:
             self._complete_alone()
+        if self._mirror is not None:
+            self._problems = [*map(with_urls, self._problems)]
+            problem = self._mirror.close()
+            self._problems += [] if problem is None else [problem]
+            self._mirror = None
         repeated = {cause: num for cause, num in self._failures.items() if num > 1}
         self._problems += [f"{num} attempts to write a checkpoint failed: {cause}" for cause, num in repeated.items()]
         self._failures.clear()
@@ -278,6 +305,10 @@ class Keeper:
     def _tell(self) -> None:
         """Warn of problems since the last call; in the thread of the run, where warnings filters are valid."""
         problems, self._problems = self._problems, []
+        if self._mirror is not None:
+            if (problem := self._mirror.problem) != self._reported:
+                self._reported = problem
+                problems += [] if problem is None else [f"{problem}; trying again"]
         for problem in problems:
             warn(problem, CheckpointWarning)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from purecompose._support.checks import check_flag, check_whole, suggests_keywords
-from purecompose._support.files import local_path
+from purecompose._support.messages import is_remote
 from purecompose.run.rules import rating_of
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.files import DECIDES
@@ -24,7 +24,8 @@ class Checkpoints:
     """The settings of a run's checkpoints: folder, interval and number.
 
     Args:
-        folder: Folder of this run's checkpoints, which are one folder each.
+        folder: Folder of this run's checkpoints, which are one folder each. Or a URL, such as `s3://bucket/run`: a
+            thread sends them there from a local copy, see `purecompose.saving.mirror`.
         every: Interval between checkpoints: a number of epochs, batches, samples, tokens or seconds, or a fraction of
             the run; or a function `Timestamp -> bool` that returns whether one is due. There is always one at the end,
             and one when a signal ends the run.
@@ -63,7 +64,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        set_field(self, "folder", local_path(self.folder, "Checkpoints"))
+        if not is_remote(self.folder):
+            set_field(self, "folder", Path(self.folder))
         set_field(self, "every", interval_or_function(self.every, "Checkpoints: every", seconds=True))
         if self.keep is not None and self.keep != "log":
             check_whole(self.keep, "Checkpoints: keep", 1, hint="or 'log' for some of the whole run, or None for all")
@@ -209,4 +211,6 @@ def ranked(folder: Path | str, metric: str | None = None, mode: str | None = Non
 
 def _all_in(folder: Path | str, where: str) -> list[Found]:
     """Return a run's checkpoints in a local folder, the newest first."""
-    return disk.all_in(local_path(folder, where))[0]
+    if is_remote(folder):
+        raise ValueError(f"{where}: {folder} is in remote storage: give the folder of `with mirror(url) as folder`")
+    return disk.all_in(Path(folder))[0]

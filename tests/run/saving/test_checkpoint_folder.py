@@ -218,16 +218,3 @@ def test_files_of_other_processes_may_appear_late(tmp_path, monkeypatch, is_alon
     with pytest.raises(OSError, match=f"{files[1]} is not whole after 0.1 s"):
         complete()
     assert names(tmp_path) == [NAME, "one"] and [*disk.read_index(tmp_path / NAME).files] == files
-
-
-@pytest.mark.parametrize("url", ["s3://bucket/run", pathlib.Path("gs://bucket/run")])
-def test_urls_are_refused(url):
-    calls = [
-        lambda: pc.Checkpoints(url),
-        lambda: pc.save(make_state(), url),
-        lambda: pc.load(url, make_state()),
-        lambda: pc.records.RunFolder(url),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="is a URL: give a local folder"):
-            call()
