@@ -17,7 +17,7 @@ from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.algorithms import BY_NAME, COMBINED, FACTORIES, GROUPS
 from purecompose.cli.options import List, Number, Run, Shown, Time, UsageError, one_line, reported_as
-from purecompose.cli.own import check_no_module, imported
+from purecompose.cli.own import imported
 from purecompose.cli.settings import Given, settings_of
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare
 from purecompose.core.state import State
@@ -170,8 +170,6 @@ def _subject(text: str, testing: Any) -> Any:
     """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call."""
     name = text.partition("(")[0]
     is_own = ":" in name
-    if not is_own and name not in BY_NAME:
-        check_no_module(name)
     try:
         if is_own:
             imported(text)  # its errors are more precise

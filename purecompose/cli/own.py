@@ -4,13 +4,11 @@ Importing a module runs its code. A name in a file, such as a run's `config.toml
 command line names it too, or has `--allow-imports`.
 """
 
-import ast
-import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from purecompose._support import specs
@@ -45,20 +43,6 @@ def imported(name: str) -> Any:
     if not hasattr(found, attribute):
         raise specs.SpecError(f"{name}: the module {module} has no {attribute!r}")
     return getattr(found, attribute)
-
-
-def check_no_module(name: str) -> None:
-    """Raise if a name is that of a module in the current folder, without a name in it; the module is not imported."""
-    for module, _, attribute in ((name.removesuffix(".py"), "", ""), name.rpartition(".")):
-        file = Path(f"{module.replace('.', '/')}.py")
-        if module and file.is_file():
-            body: list[ast.stmt] = []
-            with contextlib.suppress(SyntaxError, ValueError, OSError):
-                body = ast.parse(file.read_bytes()).body
-            found = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-            found = [attribute] if attribute in found else [one for one in found if not one.startswith("_")]
-            given = " or ".join(f"{module}:{one}" for one in found[:4]) or f"{module}:NAME"
-            raise specs.SpecError(f"{name}: {module} is a module, and what it defines is given as {given}")
 
 
 class _OwnToo(dict[str, Callable[..., Any]]):

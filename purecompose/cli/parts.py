@@ -14,7 +14,7 @@ from purecompose._support import specs
 from purecompose._support.checks import check_number, check_whole
 from purecompose._support.device import PRECISIONS
 from purecompose.cli.options import option_of, reported_as
-from purecompose.cli.own import ALGORITHMS, check_no_module, imported, is_own
+from purecompose.cli.own import ALGORITHMS, imported, is_own
 from purecompose.cli.settings import LOSSES, OPTIMIZERS, SCHEDULES, Settings, with_arguments
 from purecompose.core.algorithm import Algorithm
 from purecompose.nn import models
@@ -85,11 +85,7 @@ def check(found: Mapping[str, Any], option: str = "--set") -> None:
 
 def algorithms_of(settings: Settings) -> list[Algorithm]:
     """Return the methods."""
-    calls = specs.parse(settings.algorithms or "")
-    for call in calls:
-        if call.name not in ALGORITHMS:
-            check_no_module(call.name)
-    return [specs.build(call, ALGORITHMS, "algorithm") for call in calls]
+    return [specs.build(call, ALGORITHMS, "algorithm") for call in specs.parse(settings.algorithms or "")]
 
 
 def schedule_of(settings: Settings) -> Any:
@@ -119,8 +115,6 @@ def network_of(text: str, is_text: bool | None) -> tuple[specs.Call, Any]:
     call = specs.parse_one(text)
     if is_own(call.name):
         return call, imported(call.name)
-    if call.name not in models.MODELS:
-        check_no_module(call.name)
     specs.check_name(call.name, models.MODELS, "model")
     if call.args:
         raise ValueError(f"{call}: expected options by name, as in {models.describe(call.name)}")
@@ -152,18 +146,18 @@ def duration_of(settings: Settings, is_text: bool | None) -> Time:
 
 def microbatches_of(settings: Settings) -> int | None:
     """Return the number of slices of a batch, `None` for auto."""
-    text = settings.microbatches
-    if text != "auto" and not (text.isdecimal() and int(text) > 0):
-        raise ValueError(f"{text}: expected a number of slices, at least 1, or auto")
-    return None if text == "auto" else int(text)
+    return _number_unless("auto", settings.microbatches, "slices")
 
 
 def kept_of(settings: Settings) -> Any:
     """Return the number of checkpoints to keep, or "log"."""
-    keep = settings.keep
-    if keep != "log" and not (keep.isdecimal() and int(keep) > 0):
-        raise ValueError(f"{keep}: expected a number of checkpoints, at least 1, or log")
-    return keep if keep == "log" else int(keep)
+    return _number_unless("log", settings.keep, "checkpoints") or "log"
+
+
+def _number_unless(word: str, text: str, things: str) -> int | None:
+    if text != word and not (text.isdecimal() and int(text) > 0):
+        raise ValueError(f"{text}: expected a number of {things}, at least 1, or {word}")
+    return None if text == word else int(text)
 
 
 def device_of(name: str) -> torch.device:

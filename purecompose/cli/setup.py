@@ -16,7 +16,7 @@ from purecompose._support import specs
 from purecompose._support.device import building
 from purecompose.algorithms import scale_schedule
 from purecompose.cli.options import UsageError, reported_as
-from purecompose.cli.own import ALGORITHMS, check_imports, check_no_module, imported, is_own
+from purecompose.cli.own import ALGORITHMS, check_imports, imported, is_own
 from purecompose.cli.parts import (
     algorithms_of,
     check,
@@ -102,11 +102,7 @@ def load_data(settings: Settings) -> tuple[Data, dict[str, Any]]:
             length, characters = data.train_inputs.shape[1], data.vocabulary.characters
             return data, {"data": str(path.resolve()), "length": length, "vocabulary": characters}
         name = str(Path(settings.data).resolve()) if Path(settings.data).exists() else settings.data
-        try:
-            images = datasets.load(name)
-        except ValueError:
-            check_no_module(settings.data)
-            raise
+        images = datasets.load(name)
     for setting in ("length", "vocabulary"):
         if getattr(settings, setting) is not None:
             raise UsageError(f"--{setting}: {settings.data} holds images; --{setting} is for text")

@@ -101,7 +101,7 @@ def test_a_warning_is_said_once(here, capsys) -> None:
         ("cli_syntax:good", "cli_syntax:good: cli_syntax cannot be imported: SyntaxError: "),
         ("cli_algorithms:failing", "cli_algorithms:failing: LookupError: no such thing"),
         ("mixpu(0.2)", "did you mean 'mixup'?"),
-        ("cli_algorithms", "what it defines is given as cli_algorithms:scale or"),
+        ("cli_algorithms", "write your own as my_module:my_algorithm"),
         ("cli_algorithms:good --laws determinstic", "no law is called 'determinstic'; did you mean 'deterministic'?"),
         ("cli_algorithms:good --max-examples 0", "max_examples: expected an int >= 1, got 0"),
         ("cli_algorithms:good mixup(0.2) --neutral mixup(0)", "--neutral: expected one algorithm, got 2"),
