@@ -12,6 +12,7 @@ out where it is not installed.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import re
@@ -31,7 +32,7 @@ import purecompose as pc
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for the examples and their tests
 
-from tests.examples.plain_loops import LOOPS, Draws, batch_of, make, run, weights_of  # noqa: E402
+from tests.examples.plain_loops import LOOPS, batch_of, make, run, weights_of  # noqa: E402
 
 
 DOCS = ROOT / "docs" / "gallery.md"
@@ -51,10 +52,10 @@ def measure(name: str, args: argparse.Namespace) -> Row:
     """The row of a program."""
     torch.set_num_threads(1)
     step, start, batches = make(name, torch.float32)
-    batch, draws = batch_of(batches, start), Draws()
-    _, plain = LOOPS[name](pc.to_module(start))
+    batch = batch_of(batches, start)
+    plain = LOOPS[name](pc.to_module(start), itertools.repeat(batch))
     fns = {
-        "plain": lambda: plain(batch, draws),
+        "plain": lambda: next(plain),
         "eager": going_on(step, start, batch),
         "compiled": going_on(pc.compile(step, backend=args.backend, quiet=True), start, batch),
     }
