@@ -125,7 +125,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     if uri.startswith(("reference/", "source/")):
         return markdown
-    page.meta.setdefault("search", {"boost": 2 if uri in SIDE_PAGES else 4 if uri.startswith("algorithms/") else 5})
+    boost = 2 if uri in SIDE_PAGES else 4 if uri.startswith(("algorithms/", "gallery/")) else 5
+    page.meta.setdefault("search", {"boost": boost})
     markdown = _outside_code(markdown, lambda text: NAMED_AFTER_FILE.sub(lambda one: _named(one, uri), text))
     if page.parent is None:
         page.meta.setdefault("hide", ["navigation"])  # a tab of one page

@@ -1,10 +1,15 @@
-"""The programs of the gallery agree with plain loops, resume to the same bits, add up in slices, compile and learn."""
+"""The programs of the gallery agree with plain loops, resume to the same bits, add up in slices, compile and learn.
+
+Their pages show their code, and what they print.
+"""
 
 import functools
+import inspect
 import pathlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -78,6 +83,48 @@ def test_compiled_programs_agree(name: str) -> None:
     assert_close(end.metrics, trained(name).metrics, rtol=1e-9, atol=1e-9)
 
 
+def page_of(name: str) -> str:
+    return (ROOT / "docs" / "gallery" / f"{name}.md").read_text()
+
+
+def without_indents(code: str) -> str:
+    return "\n".join(line.strip() for line in code.splitlines())
+
+
+@each_program
+def test_pages_show_excerpts_of_programs_and_the_plain_loops(name: str) -> None:
+    excerpts, loop = re.findall(r"```python\n(.*?)```", page_of(name), re.S)
+    program = without_indents((ROOT / "examples" / f"{name}.py").read_text())
+    parts = without_indents(excerpts).split("\n\n...\n\n")
+    assert [part for part in parts if part not in program] == []
+    assert loop == inspect.getsource(LOOPS[name])
+
+
+def test_the_gallery_has_a_page_and_a_picture_for_each_program() -> None:
+    text = (ROOT / "docs" / "gallery.md").read_text()
+    assert re.findall(r"\(images/gallery_(\w+)\.svg\)\]\(gallery/(\w+)\.md\)", text) == [(name, name) for name in LOOPS]
+    assert {path.stem for path in (ROOT / "docs" / "gallery").iterdir()} == {*LOOPS}
+
+
+def elements(drawn: str) -> Counter[str]:
+    """Return how many elements a picture has, except for lines: some of them mark errors."""
+    found = Counter(re.findall(r"<(\w+)", drawn))
+    del found["path"]
+    return found
+
+
+@pytest.mark.slow
+@each_program
+def test_pictures_are_drawn_from_the_programs(name: str, tmp_path: pathlib.Path) -> None:
+    if name == "lora":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    images = ROOT / "docs" / "images"
+    command = [sys.executable, images / "gallery.py", "--short", "--folder", tmp_path, name]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    shown = (images / f"gallery_{name}.svg").read_text()
+    assert elements((tmp_path / f"gallery_{name}.svg").read_text()) == elements(shown)
+
+
 @each_program
 def test_programs_have_at_most_eighty_lines(name: str) -> None:
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 80
@@ -91,5 +138,7 @@ def test_examples_run_in_short_form_and_programs_learn(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     if name in LOOPS and "skipped" not in done.stdout:
+        (shown,) = re.findall(r"```text\n\$ python .*\n(.*?)```", page_of(name), re.S)
+        assert re.sub(r"[\d.]+", "0", shown) == re.sub(r"[\d.]+", "0", done.stdout)
         measure, before, after = re.findall(r"(\w+) ([\d.]+) -> ([\d.]+)", done.stdout)[0]
         assert (float(after) < float(before)) == (measure in ("loss", "distance"))
