@@ -268,6 +268,31 @@ def test_the_page_on_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: p
     assert "True" in capsys.readouterr().out
 
 
+HOWTO = (ROOT / "docs" / "howto.md").read_text()
+SECTIONS = re.findall(r"^### (.*)$", HOWTO, re.M)
+SLOW_SECTIONS = {"Compile a step"}
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[pytest.mark.slow] * (title in SLOW_SECTIONS)) for title in SECTIONS]
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # while Inductor is imported
+def test_howto_sections_run_after_the_first_block(
+    title: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning|transformers")
+        run_page("howto.md", title)
+
+
+def test_howto_has_code_and_a_guide_in_each_section_and_lists_all() -> None:
+    listed = re.findall(r"\[([^]]*)\]\(#", HOWTO)
+    assert [title.casefold() for title in listed] == [title.casefold() for title in SECTIONS]
+    for title, section in zip(SECTIONS, HOWTO.split("\n### ")[1:], strict=True):
+        assert section.count("```python") == 1 and "Guide: [" in section, title
+
+
 def test_every_method_has_a_card_and_a_row() -> None:
     assert set(CARDS) == set(METHODS)
     table = (ROOT / "docs" / "algorithms.md").read_text()
