@@ -4,7 +4,7 @@
 
 Each program runs as `python examples/NAME.py`; its states go to the picture of its name. Writes gallery_NAME.svg beside
 this file, and the program's output into the first block of docs/gallery/NAME.md; with a folder, only the pictures, into
-that folder. All programs together take half an hour on one thread, in their short form (--short) two minutes.
+that folder. With --short the programs run in their short form.
 """
 
 import argparse
@@ -324,7 +324,8 @@ def main() -> None:
         print(block, flush=True)
         if not args.folder:
             page = ROOT / "docs" / "gallery" / f"{name}.md"
-            page.write_text(re.sub(r"```text\n.*?```", lambda _: block, page.read_text(), count=1, flags=re.S))
+            before, _, rest = page.read_text().partition("```text\n")
+            page.write_text(before + block + rest.partition("```")[2])
 
 
 if __name__ == "__main__":
