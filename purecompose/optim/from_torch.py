@@ -197,8 +197,8 @@ class FromTorch(ByGroup):
         if is_transforming() or is_traced or is_differentiated:
             raise RuntimeError(
                 f"{self.called}: a torch optimizer writes into its memory, so its update can be neither traced (by "
-                "compile), mapped (as in a population) nor differentiated: leave the step uncompiled, call it within "
-                "torch.no_grad(), or use an optimizer of purecompose.optim, such as adamw"
+                "compile: a FakeTensor has no values), mapped (as in a population) nor differentiated: leave the step "
+                "uncompiled, call it within torch.no_grad(), or use an optimizer of purecompose.optim, such as adamw"
             )
 
 
