@@ -96,7 +96,8 @@ def random_crop(
     Events: AFTER_DATALOADER. Reads and replaces the batch's images, and targets that are masks.
 
     Args:
-        padding: p in pixels; with 0 the algorithm never matches.
+        padding: p in pixels; with 0 the algorithm never matches. 4 is common for images of 32 pixels, 2 in short runs.
+        mode: What is beyond the border: "reflect" for the image reflected at it, the border's pixels not repeated, or
             "zeros".
         crop_targets: Treat the target as a mask (N, H, W) or (N, C, H, W), which is moved with its image. "auto" does
             so if it has more than two dimensions and the last two have the images' size.
