@@ -1,10 +1,10 @@
 """The methods' cores as plain functions, for use in any training loop.
 
-They take tensors and settings and return new tensors, or a number. Arguments are never
-modified. Functions that draw random numbers take the key first, and the same key gives the same result: use a new key
-for every batch, `random.fold_in(key, step)`. Cores do not switch themselves off. `severity=0` or `num_holes=0` leave
-images unchanged, but `mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense
-targets, and `choose_by_loss(keep=1)` a random order of the whole batch; leave the call out instead.
+They take tensors and settings and return new tensors, or a number. Arguments are never modified. Functions that draw
+random numbers take the key first, and the same key gives the same result: use a new key for every batch,
+`random.fold_in(key, step)`. Cores do not switch themselves off. `severity=0` or `num_holes=0` leave images unchanged,
+but `mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense targets, and
+`choose_by_loss(keep=1)` a random order of the whole batch; leave the call out instead.
 
 `sample_transform` makes a core for images a transform of single samples of a data set. `apply_surgery` does what
 methods on the model do at INIT, for a plain `nn.Module`: it returns a changed copy with separate weights, in the same

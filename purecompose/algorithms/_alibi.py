@@ -42,8 +42,9 @@ def alibi(
         attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|,   m_h = 2^(-8 h / H), h = 1 ... H
 
     If H is not a power of two, the slopes are those of the next smaller power and every second one of the next greater.
-    Position embeddings are removed with their parameters. For training, sequences (N, L) of token ids or embeddings are
-    concatenated and cut into rows of floor(L s) tokens, s = `train_sequence_length_scaling`.
+    Causal and padding masks are kept. Position embeddings are removed with their parameters. For training, sequences of
+    token ids (N, L) or embeddings (N, L, D) are concatenated and cut into rows of floor(L s) tokens, s =
+    `train_sequence_length_scaling`.
 
     It supports `layers.SelfAttention` and `layers.PositionEmbedding`, used by `models.gpt` and `models.vit`, and GPT-2,
     BERT and RoBERTa of Hugging Face's transformers, version 5, with attention computed by "sdpa" or "eager".

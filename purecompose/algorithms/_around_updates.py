@@ -147,7 +147,7 @@ def lookahead(
 
     Events: INIT; BATCH_END of one step in `every`, counted from 1. Reads and replaces: the parameters that were
     trainable at INIT and still are. The slot contains the slow weights, by name, at first those at INIT: load other
-    weights before.
+    weights before `step.init`.
 
     Args:
         alpha: The share of the way that is kept, in [0, 1]; with 1 the algorithm never matches. An `hparam` or a

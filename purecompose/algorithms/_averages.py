@@ -85,10 +85,11 @@ def ema(
             default "1000ba" unless `smoothing` is given.
         smoothing: The factor s in [0, 1] for each update, instead of a half-life; an `hparam` or a schedule may be
             given.
-        warmup: The number of updates in which s rises to 63 % of its value; 2000 is common.
-        power: The exponent of the upper bound of s.
+        warmup: The number of updates in which s rises to 63 % of its value; 2000 is common. By default it does not.
+        power: The exponent of the upper bound of s; by default there is none.
         start: The time at which averaging begins, a share of the run or a time.
-        every: The interval between updates, counted from the beginning of the run, in the same units.
+        every: The interval between updates, counted from the beginning of the run: batches, epochs or a share of the
+            run; by default every batch.
         buffers: Patterns (`fnmatch`) of the names of buffers to average; by default running means and variances.
             `("*",)` averages all floating buffers, `()` none.
         where: Pattern or patterns of the names of parameters and buffers to average, such as "student.*"; by default
@@ -107,7 +108,8 @@ def ema(
         0.99
 
     References:
-        Boris T. Polyak, Anatoli B. Juditsky: Acceleration of Stochastic Approximation by Averaging. SIAM 30(4), 1992.
+        Boris T. Polyak, Anatoli B. Juditsky: Acceleration of Stochastic Approximation by Averaging. SIAM Journal on
+        Control and Optimization 30(4), 1992.
         Antti Tarvainen, Harri Valpola: Mean Teachers Are Better Role Models. NeurIPS 2017.
         https://arxiv.org/abs/1703.01780
     """
@@ -252,9 +254,9 @@ def swa(
         A_n = A_{n-1} + (W_n - A_{n-1}) / n
 
     with W_n the weights at the n-th update: the first update is at the first batch from `start` on (for an interval in
-    epochs, the first that ends an epoch), and updates follow at intervals of `every`, up to and including `end`. With
-    `swa_lr` the learning rate changes from its schedule to this constant, over `anneal_steps` intervals from `start`
-    on; also for each group that has a separate rate:
+    epochs, the first that ends an epoch), and updates follow at intervals of `every`, up to and including `end`. The
+    trainable parameters are averaged. With `swa_lr` the learning rate changes from its schedule to this constant, over
+    `anneal_steps` intervals from `start` on; also for each group that has a separate rate:
 
         lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 

@@ -54,9 +54,9 @@ def sometimes(
     program has several times. Other events, such as INIT and EVAL_START, are not affected.
 
     The method is computed in every batch, and its result is chosen or not, element by element, so that a compiled step
-    has a single variant. Targets that are not mixed become a `Mixture` in which the partners have weight 0. With
-    `host`, the method runs only in the batches that are chosen, and may change shapes; a compiled step then runs it
-    between two compiled parts.
+    has a single variant, and members of a population decide for themselves. Targets that are not mixed become a
+    `Mixture` in which the partners have weight 0. With `host`, the method runs only in the batches that are chosen, and
+    may change shapes; a compiled step then runs it between two compiled parts.
 
     Events: those of the method. Its name, slots and draws are those of the method, so that constraints on its order
     hold. Reports `name/chosen`: 1 or 0, or the share of the examples.

@@ -1,4 +1,4 @@
-"""Methods on convolutions: BlurPool, earlier max poolings, squeeze-and-excitation, weight standardization, memory."""
+"""Methods on convolutions: BlurPool, earlier pooling, squeeze-and-excitation, weight standardization, memory format."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""Stochastic depth drops blocks of a network, gyro dropout elements by masks from a bank."""
+"""Methods that drop at random: stochastic depth, branches of blocks, and gyro dropout, elements by a bank of masks."""
 
 from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple, TypeAlias

@@ -152,8 +152,8 @@ def gradient_clipping(
 
     References:
         Razvan Pascanu et al.: On the Difficulty of Training Recurrent Neural Networks. ICML 2013.
-        https://arxiv.org/abs/1211.5063 Tomas Mikolov: Statistical Language Models Based on Neural Networks. PhD thesis,
-        Brno 2012.
+        https://arxiv.org/abs/1211.5063
+        Tomas Mikolov: Statistical Language Models Based on Neural Networks. PhD thesis, Brno 2012.
         Andrew Brock et al.: High-Performance Large-Scale Image Recognition Without Normalization. ICML 2021.
         https://arxiv.org/abs/2102.06171
     """

@@ -216,6 +216,7 @@ def patch_whitening(
 
     Events: INIT, to freeze the weight; AFTER_DATALOADER of the run's first batch, after methods that augment or mix
     examples; with a time, BATCH_START until then, to set `paused`. Reads the batch's inputs, and replaces the weight.
+    Before the first batch the layer has its drawn weights. A resumed run does not whiten again.
 
     This is a host algorithm: a compiled step has one variant more, for the first batch. The moments, in float64, are
     those of the whole batch.

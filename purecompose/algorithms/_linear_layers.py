@@ -163,8 +163,8 @@ def gated_linear_units(
     Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
 
     Args:
-        act_fn: The gate's activation: one of `ACTIVATIONS`, or a module or function, which is copied for each block; by
-            default that of the block.
+        act_fn: The gate's activation: a name as for `activation`, or a module or function, which is copied for each
+            block; by default that of the block.
         gated_layer_bias: Give G a bias.
         non_gated_layer_bias: Give N a bias.
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
@@ -250,7 +250,7 @@ def activation(
     Events: INIT. Reads and replaces: the model only.
 
     Args:
-        act_fn: The new activation, one of `ACTIVATIONS`.
+        act_fn: The new activation: "gelu", "identity", "relu", "sigmoid", "silu", "squared_relu" or "tanh".
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 

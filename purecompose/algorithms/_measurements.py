@@ -177,7 +177,8 @@ def gradient_noise_scale(
     microbatches and fewer than four examples.
 
     Args:
-        decay: The factor by which the weight of an estimate falls with each later one, in [0, 1).
+        decay: The factor by which the weight of an estimate falls with each later one, in [0, 1); 0.95 averages
+            over about 20 steps, 0 keeps only the last estimate.
         name: Name of the algorithm, of its slot and of its metrics.
 
     Raises:

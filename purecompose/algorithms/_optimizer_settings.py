@@ -1,4 +1,4 @@
-"""Methods that change settings of the optimizer at INIT: decoupled weight decay, and the lengths of schedules."""
+"""Changes of the optimizer's settings: decoupled weight decay, a method, and schedules scaled with the run's length."""
 
 from dataclasses import replace
 from typing import Annotated, Any

@@ -190,7 +190,8 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
         w, opt_state, buffers <- their new values   if the loss and all gradients are finite
                                  their old values   otherwise
 
-    Both outcomes are computed and one is selected on the device, without waiting for it.
+    A step is bad if an element of them is inf or NaN. Both outcomes are computed and one is selected on the device,
+    without waiting for it.
 
     Events: INIT (creates the slot and wraps the optimizer in one that can skip steps), BATCH_START (remembers the
     buffers), AFTER_TRAIN_BATCH and BATCH_END. Reads the loss and the gradients; replaces buffers, and gradients of a

@@ -139,7 +139,8 @@ def logit_softcap(
 
         logits   become   cap * tanh(logits / cap)
 
-    It acts on the network's last linear layer in the order of definition; choose another layer by `where`.
+    It acts on the network's last linear layer in the order of definition; choose another layer by `where`. The layer
+    itself is changed, so evaluation, exported networks and losses that models compute have the same outputs.
 
     Events: INIT. Reads and replaces: the model only; parameters keep their names.
 

@@ -219,9 +219,9 @@ def alternating_flip(
     with e the number of epochs finished and d_i a random bit of example i, which follows from a key in the slot. So any
     two consecutive epochs contain each image in both forms.
 
-    An example is recognised in each epoch by a hash of its image's content. If the loader augments images, the hash is
-    another one in each epoch, and mirroring is random as usual: give `field`. Equal images are mirrored in the same
-    epochs. The method acts before all others that augment or mix the batch.
+    An example is recognised in each epoch by a hash of its image's content. If the loader augments images, give
+    `field`: the hash would be another one in each epoch, and mirroring random as usual. Equal images are mirrored in
+    the same epochs. The method acts before all others that augment or mix the batch.
 
     Events: INIT, where the key is drawn; AFTER_DATALOADER. Reads the batch's images and the clock; replaces the images,
     and targets that are mirrored. A step compiles once; data without epochs stay in epoch 0.

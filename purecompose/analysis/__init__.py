@@ -1,9 +1,9 @@
 """Analysis of recorded runs (`replay`, `bisect`, `compare`), and experiments that train new ones (`ablate`, `sweep`,
 `learning_rate_range`).
 
-run = RecordedRun("runs/first", step, state, data)
-state = replay(run, at="1234ba").state
-print(bisect(run, predicates.not_finite(), stays=True))
+    run = RecordedRun("runs/first", step, state, data)
+    state = replay(run, at="1234ba").state
+    print(bisect(run, predicates.not_finite(), stays=True))
 """
 
 from purecompose._support.exports import publish

@@ -1,14 +1,14 @@
 """The static part of a state: its context, which is constant in a run, the layout of batches, and the host's counters.
 
 Equality compares structure and configuration and ignores the counters, so that states of different times and seeds
-can be mapped, stacked and subtracted.
+can be mapped, stacked and subtracted. Descriptions of a state, in words and as HTML, are here, too; no value is read.
 """
 
 import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, field as attribute
+from dataclasses import dataclass, field as attribute
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class Layout:
         dim: The dimension of the examples in the batch's tensors.
         splitter: Functions used instead of `field` and `dim`.
         token_counter: `batch -> int`, the number of tokens; by default the size of `input_ids`.
+        target_field: Field of the target, for the same batches as `field`.
     """
 
     field: batches.Field | None = None
@@ -204,16 +205,16 @@ class Context:
     """Architecture of a loss whose parameters and buffers are in the state; `loss` is its module, without them."""
     loss_dtype: torch.dtype = torch.float32
     """float64 for a network that is created in double precision, else float32."""
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = attribute(default_factory=dict)
     """Descriptions of the buffers whose initial values are settings of the user's code, not weights: those that are not
     in the network's `state_dict()`, and those of the loss."""
-    replaced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replaced: Mapping[str, tuple[str, ...]] = attribute(default_factory=dict)
     """The names of the modules that each surgery has replaced, by its name, which is that of its method."""
-    loss_scalars: dict[str, Scalar] = field(init=False)
+    loss_scalars: dict[str, Scalar] = attribute(init=False)
     """Schedules and named scalars among the attributes of the loss, by name."""
-    trainable: tuple[str, ...] = field(init=False)
+    trainable: tuple[str, ...] = attribute(init=False)
     """The parameters that have a gradient."""
-    layout: Layout = field(init=False)
+    layout: Layout = attribute(init=False)
     """The arrangement of the examples in a batch."""
 
     def __post_init__(self) -> None:
@@ -319,7 +320,7 @@ class Static:
     """The static part of a state; equality ignores the timestamp."""
 
     context: Context
-    timestamp: Timestamp | SealedTime = field(compare=False)
+    timestamp: Timestamp | SealedTime = attribute(compare=False)
 
     def opened(self, *, later: bool) -> Timestamp:
         """Return the time before or after the running step, for code that runs on the host."""

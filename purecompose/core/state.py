@@ -84,15 +84,16 @@ class State(Values):
                 an epoch.
             input_field: The field of a batch with the model's input; by default the first member, or the whole batch
                 for `losses.model_loss`. See `purecompose.batch`.
-            target_field: The field of a batch with the target, which may be the input's; `None` if there is no target.
-            weight_field: The field of a batch with a weight for each example, (N,), at least 0. The loss is then sum_i
-                w_i l_i / sum_i w_i, from the losses of single examples, and has no parts.
+            target_field: The field of a batch with the target, which may be the input's; `None` if there is no target,
+                and the loss is called with `None` in its place.
+            weight_field: The field of a batch with a weight for each example, (N,), at least 0; by default all count
+                alike. The loss is then sum_i w_i l_i / sum_i w_i, from the losses of single examples, and has no parts.
             batch_dim: The dimension of the batch's tensors that indexes the examples: 1 for sequences (T, N, ...).
                 Tensors without this dimension have their examples along the first.
             splitter: A `purecompose.batch.Splitter`, instead of `batch_dim`, for examples that do not lie along a
                 dimension.
             num_tokens: `batch -> int`, the number of tokens that the run's time counts; by default the size of
-                `input_ids`.
+                `input_ids`, padding included.
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
                 or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
                 `"fp16"` needs `algorithms.loss_scaling`.

@@ -53,7 +53,7 @@ class CrossEntropy:
     out. If nothing counts, the mean is NaN, as in torch, and its gradient is 0.
 
     With `weight` the mean divides by the sum of sum_c weight_c t_c over all positions, as in torch for indices. With
-    `label_smoothing` the loss is that of targets (1 - a) t + a / C, and the mean divides by what it would without.
+    `label_smoothing` the loss is that of targets (1 - a) t + a / C, and the mean divides by what it would without it.
 
     Args:
         ignore_index: The target index to ignore.

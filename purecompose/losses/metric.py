@@ -1,4 +1,4 @@
-"""A metric as three pure functions, and metrics of classes."""
+"""A metric as three pure functions, and metrics of classes, whose outputs are (N, C, ...)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Metric(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """Accumulator of a mean, used by most metrics of this module."""
+    """Accumulator of a mean, used by most metrics."""
 
     total: Tensor
     """Sum so far, 0-d: int64 (exact) for accuracies, else float64, or float32 on devices without it."""

@@ -77,7 +77,7 @@ def adam(
     Args:
         lr: The learning rate, >= 0.
         betas: Decay rates of the two averages, each in [0, 1).
-        eps: Added to the root; a number, >= 0. Float16 parameters need about 1e-4.
+        eps: Added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0 there.
         weight_decay: The L2 penalty's factor, >= 0, added to the gradient.
         amsgrad: Divide by the root of the largest v so far.
         groups: Options for parameters by a pattern of their names, as for `sgd`.
@@ -255,7 +255,7 @@ def rmsprop(
     Args:
         lr: The learning rate, >= 0.
         alpha: Decay rate of the averages, in [0, 1).
-        eps: Added to the root; a number, >= 0. Float16 parameters need about 1e-4.
+        eps: Added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0 there.
         weight_decay: The L2 penalty's factor, >= 0, added to the gradient.
         momentum: The factor of the previous direction, >= 0.
         centered: Divide by the gradient's deviation from its mean instead of its magnitude.

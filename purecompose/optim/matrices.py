@@ -64,8 +64,8 @@ def muon(
         ns_coefficients: Coefficients (a, b, c) of the Newton-Schulz iteration, x <- a x + b (x x') x + c (x x')^2 x.
         ns_steps: The number of iterations, in [1, 99].
         eps: The smallest norm that a matrix is divided by; a number, >= 0.
-        adjust_lr: The ratio: "original" for sqrt(max(1, rows / columns)), "match_rms_adamw" for 0.2 * sqrt(max(rows,
-            columns)).
+        adjust_lr: The ratio: "original" for sqrt(max(1, rows / columns)), "match_rms_adamw" for
+            0.2 * sqrt(max(rows, columns)), which makes moves as large as AdamW's.
         ns_precision: "bf16" iterates in bfloat16, as torch does; "full" in the parameter's dtype, or float32 if that is
             wider.
         filters: Move filters of convolutions, too: a parameter of more than two dimensions, (rows, ...), moves like the
@@ -90,8 +90,8 @@ def muon(
 
     References:
         Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024,
-        https://kellerjordan.github.io/posts/muon/. Liu et al., Muon is scalable for LLM training, 2025,
-        arXiv:2502.16982 ("match_rms_adamw").
+        https://kellerjordan.github.io/posts/muon/.
+        Liu et al., Muon is scalable for LLM training, 2025, arXiv:2502.16982 ("match_rms_adamw").
     """
     newton_schulz = ns_coefficients, ns_steps, eps, adjust_lr, ns_precision
     return Muon(lr, momentum, nesterov, weight_decay, *newton_schulz, filters, cautious_decay, groups)
@@ -243,7 +243,8 @@ def adafactor(
     Args:
         lr: The relative learning rate, >= 0, replaced by 1 / sqrt(t) once that is smaller.
         beta2_decay: The exponent by which the weight of new squares decreases; a number <= 0.
-        eps: The smallest root (None for the resolution of the parameter's dtype), and the smallest RMS of a parameter.
+        eps: The smallest root (None for the resolution of the parameter's dtype), and the smallest RMS
+            assumed of a parameter; numbers >= 0.
         d: The largest RMS of an update that is not clipped; a number >= 1.
         weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
         groups: Options for parameters by a pattern of their names, as for `sgd`.

@@ -1,10 +1,11 @@
 """What compiled code assumes of a state: signatures of values, donated buffers, and boundaries between parts.
 
 Compiled code runs without guards, so everything it was built for must be known: the containers, the constants
-among the leaves, and each tensor's shape, strides, dtype and device. With donation it writes the new parameters into
-the memory of the old ones. A state returned by the step holds a lease on these buffers, which ends with the next step.
-Reading a field returns a copy, so that a tensor that was read never changes; reading it after the next step raises an
-error.
+among the leaves, and each tensor's shape, strides, dtype and device.
+
+A step with donation writes the new parameters into the memory of the old ones. A state returned by the step holds a
+lease on these buffers, which ends with the next step. Reading a field returns a copy, so that a tensor that was read
+never changes; reading it after the next step raises an error.
 """
 
 import operator

@@ -1,7 +1,8 @@
 """Normalisations with the statistics of parts of a batch, and in half precision where the network computes in it.
 
 Under autocast torch runs layer and group normalisation in float32. The layers here compute in the dtype that autocast
-uses for matrix products; their sums are still in float32. Their weights have the same names and shapes.
+uses for matrix products; their sums are still in float32. Their weights have the same names and shapes as in
+the layers that they replace.
 """
 
 from typing import Any

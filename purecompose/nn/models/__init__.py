@@ -4,7 +4,8 @@ Those for images take (batch, channels, height, width), the MLP any shape, and r
 GPT takes tokens (batch, length) and returns logits (batch, length, vocabulary). The convolutional ones end in an
 average over all positions; no activation works in place, so that any layer can be replaced by surgery.
 
-A module draws its initial weights from torch's global generator; `build` draws them from a seed.
+A module draws its initial weights from torch's global generator; `build` draws them from a seed, and restores
+that generator.
 """
 
 import functools

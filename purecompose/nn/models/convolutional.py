@@ -255,7 +255,7 @@ def resnet18(in_channels: Size, num_classes: Size, *, width: Size = 64, small_im
         in_channels: Channels of the images.
         num_classes: Length of the logits.
         width: Channels of the first stage.
-        small_images: True to begin with a 3x3 convolution that keeps the size.
+        small_images: True to begin with a 3x3 convolution that keeps the size, for images such as CIFAR-10's (32x32).
 
     Raises:
         ValueError: A size is below 1.
@@ -279,7 +279,7 @@ def resnet50(in_channels: Size, num_classes: Size, *, width: Size = 64, small_im
         in_channels: Channels of the images.
         num_classes: Length of the logits.
         width: Channels of the 3x3 convolutions in the first stage, whose output has four times as many.
-        small_images: True to begin with a 3x3 convolution that keeps the size.
+        small_images: True to begin with a 3x3 convolution that keeps the size, for images such as CIFAR-10's (32x32).
 
     Raises:
         ValueError: A size is below 1.

@@ -2,7 +2,7 @@
 
 `compile` (`step`) is the entry point. `graph_cache` decides where a step is cut and keeps its parts and plans,
 `building` builds a part: `capture` traces it to a graph, and `backends` compiles that. `execution` runs one step.
-`dynamo` serves calls of a step within `torch.compile`.
+`call_in_torch_compile` serves calls of a step within `torch.compile`.
 """
 
 from purecompose.errors import TraceError as TraceError, VariantLimitError as VariantLimitError
