@@ -79,7 +79,7 @@ def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context manager for computing in a precision, backward passes included; an autocast around it ends.
+    """Return a context manager for computing in a precision, backward passes included, without an outer autocast.
 
     torch rounds the factors of convolutions and recurrent layers to TensorFloat-32 by default; here only "tf32" does,
     also those of matrix products. The switches belong to the process, and are restored: to train in several threads,
@@ -172,7 +172,7 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors of up to 32 MB, unless the environment has settings of it.
+    """Let glibc keep the memory of freed tensors of up to 32 MB, unless the environment has settings for it.
 
     By default it may return the memory of activations, and page faults then take up to a third of a step's time.
     """

@@ -120,7 +120,7 @@ def gradient_accumulation(
     state change. A parameter is updated if any batch of the group has a gradient for it; in a compiled or mapped step,
     one without a gradient in the last batch waits for the next group's update. Time counts batches, unless it is given
     in updates, as "1000up". With `where`, the parameters that match move once in k batches, while all others move in
-    every batch, and an update is a batch.
+    every batch; an update is then a batch, also for times in updates.
 
     Groups continue from one epoch to the next. The last batch of a run of known length completes its group; otherwise
     the batches after the last complete group are not applied, with a warning at FIT_END.

@@ -86,8 +86,8 @@ def select_using_loss(
         forward_fn: A function from inputs to outputs; called once, without gradients.
         loss_fn: A function `(outputs, targets, reduction="none")` that returns losses (N, ...).
         keep: The share to keep, in (0, 1].
-        scale_factor: Factor in (0, 1] by which images (N, C, ...) of 1 to 3 dimensions are shrunk for this forward
-            pass only. The returned images have full size.
+        scale_factor: Factor in (0, 1] by which images (N, C, ...), with 1 to 3 dimensions after the channels, are
+            shrunk for this forward pass only. The returned images have full size.
 
     Returns:
         The chosen rows of inputs and targets, in the order in which they were drawn.
@@ -149,8 +149,9 @@ def selective_backprop(
         start: The fraction of the run at which the method becomes active, in [0, 1].
         end: The fraction of the run at which it ends, exclusive, in [0, 1], greater than `start`.
         keep: The share of examples to keep, in (0, 1]; with 1 the algorithm never matches.
-        scale_factor: Factor in (0, 1] by which images (N, C, ...) of 1 to 3 dimensions are shrunk for the extra pass.
-            Outputs (N, C, ...) for each position are enlarged to the size of the targets, such as masks.
+        scale_factor: Factor in (0, 1] by which images (N, C, ...), with 1 to 3 dimensions after the channels, are
+            shrunk for the extra pass. The model must accept inputs of that size; outputs (N, C, ...) for each position
+            are enlarged to the size of the targets, such as masks.
         full_every: The number of batches of which one is used completely, counted in each epoch; 0 for none. With 1 the
             algorithm never matches.
         name: Name of the algorithm and of its draws.

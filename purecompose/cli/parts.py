@@ -111,7 +111,7 @@ def optimizer_of(settings: Settings) -> Any:
 
 
 def network_of(text: str, is_text: bool | None) -> tuple[specs.Call, Any]:
-    """Return the call that makes a network, and what own code names; `is_text` is `None` for unknown data."""
+    """Return the call that makes a network, and what it names in own code; `is_text` is `None` for unknown data."""
     call = specs.parse_one(text)
     if is_own(call.name):
         return call, imported(call.name)

@@ -219,6 +219,13 @@ class Loader:
             key: The run's key, int64 of shape (2,), such as `state.key`.
             epoch: Number of the epoch in the run, from 0.
             start: Number of the first batch to return, 0 to `len(self)`; earlier batches are not read.
+
+        Returns:
+            An iterator over batches. It may be closed or dropped before its end.
+
+        Raises:
+            TypeError: `epoch` or `start` is not an int.
+            ValueError: `epoch` is negative, or `start` is outside 0 to `len(self)`.
         """
         check_whole(epoch, "Loader.epoch: epoch", 0)
         check_whole(start, "Loader.epoch: start", 0, len(self))

@@ -101,7 +101,7 @@ class PositionedBatches:
         """Return the position after the last batch, and whether the epoch ends there; `None` if it is not known.
 
         If `is_over` is `None`, the next batch is read, and kept, to find out whether the epoch ends: after the last one
-        data may stand at their start again. An error of that is raised, and again when the batch is requested.
+        data may stand at their start again. An error in reading it is raised, and again when the batch is requested.
         """
         if self.num_returned == 0 and (self._start or self._saved is not None):
             return self._saved

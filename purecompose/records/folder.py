@@ -199,6 +199,9 @@ class RunFolder:
         Args:
             step, state: As they are given to `fit`.
             batch: A batch, needed if a `match` reads shapes.
+
+        Raises:
+            OSError: A file cannot be written.
         """
         machine = {"platform": platform.platform(), "processor": processor()}
         now = {**environment(state, step), **machine, **({"commit": commit} if (commit := _commit()) else {})}

@@ -72,7 +72,7 @@ def status_of(run: RunRecords) -> tuple[str, str]:
 
 
 def differing(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the settings that differ of each run, a row of `list_runs`; of calls, arguments such as "optimizer.lr"."""
+    """Return what differs in the settings of runs, rows of `list_runs`; of calls, arguments such as "optimizer.lr"."""
     known = [dict(_parts(row)) for row in rows]
     names = []
     for name in dict.fromkeys(name for one in known for name in one):

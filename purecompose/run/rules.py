@@ -192,7 +192,7 @@ def _is_better(rule: Any, value: Tensor, best: Tensor) -> Tensor:
 
 
 def mode_of(metric: str, mode: str | None, reporters: Iterable[Any] = ()) -> str:
-    """Return `mode`, or what the metric, as one of the reporters declares it, or its name says: "min" or "max"."""
+    """Return `mode`; by default what one of the reporters says of the metric, or its name: "min" or "max"."""
     if mode is not None:
         return mode
     given = [one.reported[metric] for one in reporters if metric in one.reported]

@@ -95,8 +95,8 @@ def operate(
         name: Name of the surgery in warnings and errors, and of its draws.
         where: Pattern or patterns (`fnmatch`) of the names of modules that may be replaced, with all that they contain,
             such as "student.*"; by default all, also those that are frozen.
-        skips_frozen: Leave modules with parameters of which none trains alone, with all that they contain. If nothing
-            trains in the whole network, none is skipped.
+        skips_frozen: Leave alone modules that have parameters of which none trains, with all that they contain. If
+            nothing trains in the whole network, none is skipped.
 
     Returns:
         The new state, or the given one if nothing was replaced, and what was changed.

@@ -153,7 +153,7 @@ NEUTRAL = "neutral_setting"
 class Attempt:
     """A function that tries a law in a case.
 
-    A case that breaks another law first, by `owner_of` an error, is reported if no case breaks this one.
+    A case whose error is that of another law, by `owner_of`, is reported if no case breaks this one.
     """
 
     def __init__(self, law: Law, subject: Subject, owner_of: Callable[[Exception], Law | None]) -> None:

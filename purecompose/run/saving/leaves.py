@@ -312,7 +312,7 @@ def _restored(tensors: Mapping[str, Tensor], name: str, spec: Spec, like: Tensor
 def restored_tensor(saved: Tensor, spec: Spec, device: torch.device | str = "cpu") -> Tensor:
     """Return a copy of a tensor from the form of the file, the inverse of `stored`.
 
-    Tensors in a file begin at multiples of 8 bytes, torch's own at 64, on which last bits of a product can depend.
+    Last bits of a product can depend on where its factors begin: at multiples of 8 bytes in a file, of 64 in torch.
     """
     dtype = getattr(torch, spec.dtype)
     form = (dtype.to_real(), (*spec.shape, 2)) if dtype.is_complex else (dtype, spec.shape)
