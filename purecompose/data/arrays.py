@@ -260,7 +260,7 @@ def _check_members(where: str, inputs: Any, *other: Any) -> None:
     """Raise unless the inputs, and the targets if there are any, are tensors of the same number of examples."""
     for name, value in zip(("inputs", "targets"), (inputs, *other), strict=False):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{where}: expected {name} to be a tensor, got {value!r:.80} ({type(value).__name__})")
+            raise TypeError(f"{where}: expected {name} to be a tensor, got {type(value).__name__}; use torch.as_tensor")
         if value.ndim == 0:
             raise ValueError(f"{where}: expected {name} with examples along the first axis, got a 0-d tensor")
     if len(inputs) == 0:

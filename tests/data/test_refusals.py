@@ -38,7 +38,7 @@ REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: arrays(X[:3], Y, 2), ValueError, "3 inputs do not pair with 4 targets"),
     (lambda: arrays(torch.zeros(()), Y, 2), ValueError, "inputs with examples along the first axis, got a 0-d"),
     (lambda: arrays(X, Y.to("meta"), 2), ValueError, "inputs are on cpu and targets on meta"),
-    (lambda: arrays([1.0], Y, 1), TypeError, "inputs to be a tensor, got [1.0] (list)"),  # pyright: ignore
+    (lambda: arrays([1.0], Y, 1), TypeError, "inputs to be a tensor, got list; use torch.as_tensor"),  # pyright: ignore
     (lambda: arrays(X, Y, 1, names=("a",)), TypeError, "expected two names"),
     (lambda: arrays(X, Y, 1, names=("a", "a")), ValueError, "got 'a' twice"),
     (lambda: arrays(X, None, 1, names=("a", "b")), TypeError, "one name, such as ('image',)"),

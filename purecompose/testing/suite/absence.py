@@ -112,7 +112,7 @@ _FEW = 2
     "let apply return the same structure, shapes and dtypes whatever the values are, and change only what follows from "
     "what it is given in the same step",
     exempt=lambda algorithm: None if acts_in_step(algorithm) else "it acts outside of training steps only",
-    idle="it changes shapes or structure, so its result cannot be chosen by element",
+    idle="it changes shapes, dtypes or structure, so it cannot be chosen by element",
 )
 @at_best_precision
 def chosen_or_absent(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
