@@ -161,8 +161,8 @@ def _ratio(own: Mapping[int, Reached], base: Mapping[int, Reached], unit: Litera
     ratios = [one / other for one, other in pairs if math.isfinite(other)]
     if len(ratios) < 2:
         return "".join(f"{one:.2f}" for one in ratios)
-    low, middle, high = quartiles(ratios)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    low, middle, high = (f"{one:.2f}" if math.isfinite(one) else "not reached" for one in quartiles(ratios))
+    return f"{middle} ({low} to {high})"
 
 
 def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
