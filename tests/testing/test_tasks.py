@@ -8,7 +8,8 @@ from hypothesis import given, strategies as st
 
 from purecompose import compose, loop_events
 from purecompose.testing.strategies import tasks
-from purecompose.testing.tasks import FULL_TASKS, KINDS, TASKS, MakeBatch, MakeNet, Task, make_mlp, make_task
+from purecompose.testing.tasks import KINDS, TASKS, MakeBatch, MakeNet, Task, make_mlp, make_task
+from tests.shipped import FULL_TASKS
 
 
 def own_batch(seed, size):
