@@ -17,13 +17,6 @@ from purecompose._support import shards
 from purecompose.core.ranks import Ranks
 
 
-# Messages between processes in a graph: which there are, which are not read, and the order in which they are sent.
-#
-# A traced step sends its gradients after the last product of the backward pass, and waits for each message at once. In
-# the order returned here a message is sent as soon as what it contains is known, so that it travels while the backward
-# pass goes on.
-
-
 def messages(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that send a message, in order."""
     return [node for node in graph.nodes if _is_message(node)]
@@ -47,6 +40,9 @@ def in_sending_order(
     before: Mapping[fx.Node, int], writes: Sequence[fx.Node], places: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
     """Return messages and writes in an order in which they should be reached as early as possible.
+
+    A traced step sends its gradients after the last product of the backward pass, and waits for each message at once.
+    In this order a message is sent as soon as what it contains is known, while the backward pass goes on.
 
     Messages that reduce tensors come in the order in which they depend on each other, and otherwise as traced. All
     processes have the same order, even if their graphs differ in other operations, as those of unequal parts of a
@@ -170,13 +166,6 @@ def _is_reduction(node: fx.Node) -> bool:
     return "reduce" in str(node.target)
 
 
-# Order of a graph: messages are sent, and new values written into donated buffers, as early as possible.
-#
-# A traced step computes all gradients, then all new values, and then writes them. In this order all of them are in
-# memory together. Here each layer's parameters move as soon as the backward pass has left the layer; if gradients are
-# sent to other processes, a few messages later.
-
-
 UPDATES = (torch.ops.purecompose.adam_.default, torch.ops.purecompose.rows_at_.default)
 """Updates of an optimizer in place."""
 _WRITES = (torch.ops.aten.copy_.default, *UPDATES)
@@ -186,7 +175,10 @@ _WRITES = (torch.ops.aten.copy_.default, *UPDATES)
 def write_early(module: fx.GraphModule, operations: Collection[Any] = _WRITES) -> None:
     """Reorder a graph in place, so that messages and writes into placeholders come as soon as their values are known.
 
-    Operations keep their order wherever one writes into memory that the other reads or writes.
+    A traced step computes all gradients, then all new values, and then writes them, so that all of them are in memory
+    together. Here each layer's parameters move as soon as the backward pass has left the layer; if gradients are sent
+    to other processes, a few messages later. Operations keep their order wherever one writes into memory that the other
+    reads or writes.
     """
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     needs = _dependencies(nodes)
