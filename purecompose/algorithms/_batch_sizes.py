@@ -139,8 +139,8 @@ def gradient_accumulation(
         name: Name of the algorithm and of its slot.
 
     Raises:
-        TypeError, ValueError: At INIT: a pattern that matches no trainable parameter. RuntimeError, in the step: a
-            parameter is trained that was frozen at INIT.
+        TypeError, ValueError: At INIT: a pattern that matches no trainable parameter.
+        RuntimeError: In the step: a parameter is trained that was frozen at INIT.
 
     Example:
         >>> gradient_accumulation(4)

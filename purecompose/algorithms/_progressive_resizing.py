@@ -147,7 +147,8 @@ def progressive_resizing(
     `resize_targets` its targets. Reports in `metrics`, as numbers: `f"{name}/height"` and `f"{name}/width"`, the new
     size in pixels, and `f"{name}/scale_factor"`, s before rounding to a size.
 
-    This is a host algorithm: a compiled step is compiled separately for each size.
+    This is a host algorithm: a compiled step is compiled separately for each size. The network must accept images of
+    every size.
 
     Args:
         mode: "resize" shrinks images; "crop" cuts out a window at a random position, one for the batch.
