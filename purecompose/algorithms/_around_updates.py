@@ -213,7 +213,8 @@ def schedule_free_step(
     Args:
         base: The iterates z, floating, by name.
         averages: The averages x, with the same names, shapes and dtypes.
-        moved: y = `(1 - beta) z + beta x` after an optimizer's step, with the same names and shapes.
+        moved: y = `(1 - beta) z + beta x` after an optimizer's step, with the same names and shapes; it may be in half
+            precision while z and x are in float32.
         beta: The position of y between z (0) and x (1).
         share: The weight c of the new z in x, in [0, 1]; a number or a 0-d tensor. 1 in the first step.
 

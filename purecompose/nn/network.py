@@ -1,6 +1,6 @@
 """One forward pass of a skeleton: bind the tensors, draw random numbers by key, return new buffers.
 
-Where parameters are divided among processes, those of the function that runs are put together.
+Where parameters are divided among processes, each function of torch gathers those that it is given.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
