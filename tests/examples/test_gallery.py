@@ -138,7 +138,7 @@ def test_examples_run_in_short_form_and_programs_learn(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     if name in LOOPS and "skipped" not in done.stdout:
-        (shown,) = re.findall(r"```text\n\$ python .*\n(.*?)```", page_of(name), re.S)
+        (shown,) = re.findall(r"```text\n\$ python [^\n]*\n(.*?)```", page_of(name), re.S)
         assert re.sub(r"[\d.]+", "0", shown) == re.sub(r"[\d.]+", "0", done.stdout)
         measure, before, after = re.findall(r"(\w+) ([\d.]+) -> ([\d.]+)", done.stdout)[0]
         assert (float(after) < float(before)) == (measure in ("loss", "distance"))
