@@ -2,25 +2,23 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random
+from purecompose import random
 from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import WrittenField, chosen_fields, needed_rng
+from purecompose.algorithms._parts.checks import WrittenField, needed_rng
 from purecompose.algorithms._parts.images import are_maps, check_images
-from purecompose.algorithms._targets import check_mixable, draw_share, mixture_for, with_examples
+from purecompose.algorithms._targets import draw_share, mixing, mixture_for
 from purecompose.algorithms.images.levels import whole_part
-from purecompose.core.algorithm import Algorithm, Trait, factory
-from purecompose.core.state import State
+from purecompose.core.algorithm import Algorithm, factory
 from purecompose.losses.targets import Mixture
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within, checked
-from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
 
 
 ALPHA = Within(0, hint="0 switches cutmix off, 1 draws the box's area uniformly")
@@ -191,30 +189,8 @@ def cutmix(
         2019. https://arxiv.org/abs/1905.04899
     """
 
-    def apply(event: Event, state: State) -> State:
-        fields = chosen_fields(state, input_field, target_field)
-        if event is Event.INIT:
-            check_mixable(name, state, *fields, by_loss=interpolate_loss)
-            return state
-        inputs, targets = (batches.get(state.batch, field) for field in fields)
-        check_images(name, inputs)
-        mixed = cutmix_batch(
-            state.rng(name),
-            inputs,
-            targets,
-            alpha=state.scalar(alpha),
-            uniform_sampling=uniform_sampling,
-            interpolate_loss=interpolate_loss,
-        )
-        return with_examples(state, *fields, mixed)
-
-    return Algorithm(
-        name,
-        NEVER if alpha == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
-        apply,
-        traits=frozenset({Trait.MIXES_EXAMPLES}),
-        runs_after=(Trait.AUGMENTS_EXAMPLES,),
-    )
+    mix = partial(cutmix_batch, uniform_sampling=uniform_sampling, interpolate_loss=interpolate_loss)
+    return mixing(name, alpha, (input_field, target_field), check_images, mix, by_loss=interpolate_loss)
 
 
 def _checked_box(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:

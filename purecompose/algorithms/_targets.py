@@ -1,6 +1,7 @@
 """Methods that mix targets: MixUp, with those of other examples, and label smoothing, with all classes."""
 
 import functools
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -129,22 +130,37 @@ def mixup(
         Hongyi Zhang et al.: mixup: Beyond Empirical Risk Minimization. ICLR 2018. https://arxiv.org/abs/1710.09412
     """
 
+    mix = functools.partial(mixup_batch, per_example=per_example, interpolate_loss=interpolate_loss)
+    return mixing(name, alpha, (input_field, target_field), _check_no_ids, mix, by_loss=interpolate_loss)
+
+
+def mixing(
+    name: str,
+    alpha: Scalar,
+    given: tuple[Any, Any],
+    check: Callable[[str, Any], object],
+    mix: Callable[..., tuple[Tensor, Any]],
+    *,
+    by_loss: bool,
+) -> Algorithm:
+    """Return a method that mixes pairs of examples, as `mix(rng, inputs, targets, alpha=alpha)` does.
+
+    Args:
+        name, alpha: See `mixup`.
+        given: The fields of the inputs and the targets, or `None` for the state's own.
+        check: Function that is called with the name and the inputs, and raises if they cannot be mixed.
+        mix: The functional core.
+        by_loss: True if losses are mixed, and not targets.
+    """
+
     def apply(event: Event, state: State) -> State:
-        fields = chosen_fields(state, input_field, target_field)
+        fields = chosen_fields(state, *given)
         if event is Event.INIT:
-            check_mixable(name, state, *fields, by_loss=interpolate_loss)
+            check_mixable(name, state, *fields, by_loss=by_loss)
             return state
         inputs, targets = (batches.get(state.batch, field) for field in fields)
-        _check_no_ids(name, inputs)
-        mixed = mixup_batch(
-            state.rng(name),
-            inputs,
-            targets,
-            alpha=state.scalar(alpha),
-            per_example=per_example,
-            interpolate_loss=interpolate_loss,
-        )
-        return with_examples(state, *fields, mixed)
+        check(name, inputs)
+        return with_examples(state, *fields, mix(state.rng(name), inputs, targets, alpha=state.scalar(alpha)))
 
     return Algorithm(
         name,

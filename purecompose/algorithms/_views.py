@@ -287,11 +287,8 @@ def _content(images: Tensor) -> Tensor:
     return (pixels * factors.view(images.shape[1:])).sum((1, 2, 3))
 
 
-Shift: TypeAlias = Annotated[int, Within(0, hint="it is a number of pixels")]
-
-
 @checked
-def average_over_views(fn: Callable[[Tensor], Any], images: Tensor, *, mirror: bool = True, shift: Shift = 0) -> Any:
+def average_over_views(fn: Callable[[Tensor], Any], images: Tensor, *, mirror: bool = True, shift: Padding = 0) -> Any:
     """Return the weighted mean of a function's results for images, their mirror images and shifted copies.
 
     Args:
@@ -323,7 +320,7 @@ def average_over_views(fn: Callable[[Tensor], Any], images: Tensor, *, mirror: b
 
 @factory
 def test_time_averaging(
-    mirror: bool = True, shift: Shift = 0, *, name: str = "test_time_averaging", input_field: WrittenField = None
+    mirror: bool = True, shift: Padding = 0, *, name: str = "test_time_averaging", input_field: WrittenField = None
 ) -> Algorithm:
     """Average outputs over copies of each image, in evaluation and prediction.
 
