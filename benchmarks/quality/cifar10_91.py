@@ -25,7 +25,7 @@ TASK = Task(
     shown=(0.5, 0.95),
     sides=SETUP.sides,
     tuning={"baseline": [{"epochs": 12.0}], "recipe": [{"epochs": 7.0}]},
-    num_seeds=2,
+    num_seeds=3,
     precisions=("bf16",),
 )
 
