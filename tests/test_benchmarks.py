@@ -143,13 +143,15 @@ def test_profile_scores_integrate_the_fraction_of_workloads_near_the_fastest() -
         scores({"a": {"images": 1.0}, "b": {"text": 1.0}})
 
 
-@pytest.mark.parametrize(("task", "name"), [("mnist", "mnist"), ("shakespeare", "text")])
+@pytest.mark.parametrize(("task", "name"), [("mnist", "mnist"), ("cifar10", "cifar10"), ("shakespeare", "text")])
 def test_tasks_train_with_the_recipes_of_the_library(task: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(FOLDER / "quality"), str(FOLDER), *sys.path])
     script = runpy.run_path(str(FOLDER / "quality" / f"{task}.py"))
     parts, recipe = script["recipe_parts"](script["RECIPE"]), pc.recipe(f"{name}-fast")
     assert parts.optimizer == recipe.optimizer and script["RECIPE"]["batch_size"] == recipe.batch_size
-    assert f"{script['length'](script['RECIPE'])}ba" == recipe.duration
+    assert script["RECIPE"].get("microbatches", 1) == recipe.microbatches
+    length = script.get("length") or sys.modules["_cifar"].length
+    assert f"{length(script['RECIPE'])}ba" == recipe.duration
     assert list(map(repr, parts.methods)) == list(map(repr, recipe.methods))
 
 

@@ -260,6 +260,7 @@ def _population(task: Task, *algorithms: Any) -> Run:
 NETWORKS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"hidden": (8, 6), "dropout": 0.2},
     "cnn": {"width": 4, "dropout": 0.2},
+    "airbench": {"widths": (4, 6)},
     "resnet8": {"width": 4},
     "resnet20": {"width": 2},
     "resnet18": {"width": 4, "small_images": True},
@@ -279,7 +280,7 @@ def _networks() -> Iterator[tuple[str, Callable[[], Run]]]:
 
 def _network(name: str, precision: str) -> Run:
     is_text = name == "gpt"
-    shape = (8,) if is_text else (3, 16, 16) if "resnet" in name else (3, 8, 8)
+    shape = (8,) if is_text else (3, 16, 16) if "resnet" in name or name == "airbench" else (3, 8, 8)
 
     def make_net(seed: int) -> nn.Module:
         net = models.build(name, in_shape=shape, num_classes=5, seed=seed, **NETWORKS[name])

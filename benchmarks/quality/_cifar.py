@@ -1,13 +1,11 @@
-"""CIFAR-10 for two tasks: the images, the network, the plain loop, and the composed step.
+"""CIFAR-10 for its tasks: the images, the network, the plain loop, and the composed step.
 
-The network is in the manner of airbench (Keller Jordan, 94 % on CIFAR-10 in 3.29 seconds on a single GPU, 2024,
-https://arxiv.org/abs/2404.00498): a first convolution of 2 x 2 pixels, and three stages of two convolutions. Its
-initial weights are torch's; what that paper does beyond, whitening, identity initialisation, alternating mirrors and
-averages over views of a test image, are methods of the recipe.
+The network is `pc.nn.models.airbench` (Keller Jordan, 94 % on CIFAR-10 in 3.29 seconds on a single GPU, 2024,
+https://arxiv.org/abs/2404.00498). Its initial weights are torch's; what that paper does beyond, whitening, identity
+initialisation, alternating mirrors and averages over views of a test image, are methods of the recipe.
 """
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,45 +25,7 @@ FRACTIONS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
 """The shares of a run at which both sides evaluate."""
 
 
-# The network.
-
-
-class GlobalPool(nn.Module):
-    """The mean, or the greatest value, of each channel, divided by 9: (N, C, H, W) to (N, C)."""
-
-    def __init__(self, is_max: bool) -> None:
-        super().__init__()
-        self.is_max = is_max
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (inputs.amax((2, 3)) if self.is_max else inputs.mean((2, 3))) / 9
-
-
-def network(seed: int, widths: tuple[int, int, int], is_max: bool = True) -> nn.Sequential:
-    """Return the network with the initial weights of a seed."""
-    torch.manual_seed(seed)
-    stages, channels = nn.Sequential(), 24
-    for width in widths:
-        stages.extend([_conv(channels, width), nn.MaxPool2d(2), _norm(width), nn.GELU()])
-        stages.extend([_conv(width, width), _norm(width), nn.GELU()])
-        channels = width
-    parts = {
-        "stem": nn.Sequential(nn.Conv2d(3, 24, 2, bias=False), nn.GELU()),
-        "stages": stages,
-        "pool": GlobalPool(is_max),
-        "head": nn.Linear(channels, 10, bias=False),
-    }
-    return nn.Sequential(OrderedDict(parts))
-
-
-def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:
-    return nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
-
-
-def _norm(channels: int) -> nn.BatchNorm2d:
-    norm = nn.BatchNorm2d(channels, momentum=0.4)
-    norm.weight.requires_grad_(False)
-    return norm
+# The first weights.
 
 
 @torch.no_grad()
@@ -147,7 +107,6 @@ class Setup:
     """The recipe, from its settings."""
     whitened: Mapping[str, Any] | None = None
     """The settings of a loop that has whitening and identity initialisation by hand."""
-    is_max: bool = True
     device: str = "cpu"
 
     @property
@@ -163,7 +122,9 @@ class Setup:
         return cifar(self.device, settings.get("short", False), settings.get("split", 0))
 
     def network(self, seed: int) -> nn.Module:
-        return network(seed, self.widths, self.is_max).to(self.device)
+        return pc.nn.models.build("airbench", in_shape=(3, 32, 32), num_classes=10, seed=seed, widths=self.widths).to(
+            self.device
+        )
 
 
 def baseline(setup: Setup, seed: int, curve: Curve, settings: Settings) -> int:

@@ -1,9 +1,10 @@
 """Recipes by name: methods that work well together, with the settings that they were found with.
 
-Two recipes were tuned as a whole to reach a quality soon, each on one network and data set (docs/quality.md):
+Three recipes were tuned as a whole to reach a quality soon, each on one network and data set (docs/quality.md):
 
-    mnist-fast  for small images of one channel and convolutional networks
-    text-fast   for a GPT of at least four blocks on characters
+    mnist-fast    for small images of one channel and convolutional networks
+    cifar10-fast  for small images of three channels and the network airbench
+    text-fast     for a GPT of at least four blocks on characters
 
 Three are the published ones for image classification with ResNets:
 
@@ -25,6 +26,7 @@ from typing import Any
 
 from purecompose import losses, optim, schedule
 from purecompose.algorithms import (
+    alternating_flip,
     blurpool,
     channels_last,
     colout,
@@ -36,8 +38,10 @@ from purecompose.algorithms import (
     pool_first,
     progressive_resizing,
     randaugment,
+    random_crop,
     sam,
     stochastic_depth,
+    test_time_averaging,
     value_embeddings,
 )
 from purecompose.core.algorithm import Algorithm
@@ -53,6 +57,7 @@ class Recipe:
         optimizer: The optimizer with its schedule; `None` if it is for you to choose, as all settings below.
         duration: The length of the run.
         batch_size: Examples per batch.
+        microbatches: Slices of a batch, for `compose`.
         precision: The precision of the forward pass.
     """
 
@@ -61,6 +66,7 @@ class Recipe:
     optimizer: Any = None
     duration: str | None = None
     batch_size: int | None = None
+    microbatches: int = 1
     precision: str | None = None
 
 
@@ -110,6 +116,30 @@ def _mnist_fast() -> Recipe:
     )
 
 
+def _cifar10_fast() -> Recipe:
+    curve = schedule.linear(warmup="0dur")
+    filters = optim.muon(0.4 * curve, momentum=0.7, weight_decay=0.1, filters="only")
+    biases, head = (optim.sgd(lr * curve, momentum=0.85, nesterov=True) for lr in (20.0, 0.5))
+    return Recipe(
+        (
+            patch_whitening(),
+            initialize("dirac"),
+            channels_last(),
+            alternating_flip(),
+            random_crop(1),
+            progressive_resizing("resize", initial_scale=0.5, delay_fraction=0.3, finetune_fraction=0.2),
+            label_smoothing(0.1),
+            test_time_averaging(),
+        ),
+        losses.cross_entropy,
+        optim.by_pattern({"*": filters, "*bias": biases}, head),
+        duration="218ba",
+        batch_size=512,
+        microbatches=2,
+        precision="bf16",
+    )
+
+
 def _text_fast() -> Recipe:
     curve = schedule.linear(alpha_f=0.3, warmup="0.02dur")
     matrices = optim.muon(0.045 * curve, momentum=0.9, weight_decay=0.0)
@@ -131,6 +161,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     ),
     "hot": _hot,
     "mnist-fast": _mnist_fast,
+    "cifar10-fast": _cifar10_fast,
     "text-fast": _text_fast,
 }
 """Map from the name of each recipe to a function that returns it."""
@@ -140,7 +171,7 @@ def recipe(name: str) -> Recipe:
     """Return a recipe by its name.
 
     Args:
-        name: "mild", "medium", "hot", "mnist-fast" or "text-fast".
+        name: "mild", "medium", "hot", "mnist-fast", "cifar10-fast" or "text-fast".
 
     Raises:
         ValueError: No recipe has this name.

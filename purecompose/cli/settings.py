@@ -311,6 +311,7 @@ def _recipe_settings(name: str) -> dict[str, Any]:
         "loss": next(text for text, loss in LOSSES.items() if loss == made.loss),
         "duration": made.duration,
         "batch_size": made.batch_size,
+        "microbatches": None if made.microbatches == 1 else str(made.microbatches),
         "precision": made.precision,
     }
     if made.optimizer is not None:

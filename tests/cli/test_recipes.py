@@ -2,6 +2,7 @@
 
 import pathlib
 
+import numpy as np
 import pytest
 
 from purecompose import recipe
@@ -18,6 +19,21 @@ def test_a_recipe_for_images_runs(name: str, model: str, capsys: pytest.CaptureF
     assert main(["train", "--recipe", name, *NETWORK, "--model", model]) == 0
     captured = capsys.readouterr()
     assert "test accuracy" in captured.out and captured.err == ""
+
+
+def test_a_recipe_for_colour_images_runs_in_slices(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (64, 12, 12, 3), dtype=np.uint8)
+    names = {
+        f"{part}_{what}": value
+        for part in ("train", "test")
+        for what, value in {"images": images, "labels": np.arange(64) % 10}.items()
+    }
+    np.savez(tmp_path / "images.npz", **names)
+    given = ["train", "--recipe", "cifar10-fast", "--data", str(tmp_path / "images.npz"), "--batch-size", "16"]
+    given += ["--model", "airbench(widths=(4, 6))", "--duration", "3ba", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main(given) == 0
+    assert "test accuracy" in capsys.readouterr().out
+    assert 'microbatches = "2"' in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_a_recipe_for_text_runs_with_its_optimizer_and_batch_size(

@@ -11,6 +11,7 @@ from purecompose.nn import models
 SMALL = {
     "mlp": {"hidden": 8},
     "cnn": {"width": 2},
+    "airbench": {"widths": (2, 3, 4)},
     "resnet8": {"width": 2},
     "resnet20": {"width": 2},
     "resnet18": {"width": 2},
@@ -24,8 +25,8 @@ FOR_IMAGES = sorted(set(SMALL) - {"gpt"})
 
 
 def build_small(name: str, *, seed: int = 0) -> nn.Module:
-    """Build a network for 3 classes or tokens, and images 1x8x8 or sequences of 8."""
-    return models.build(name, in_shape=(8,) if name == "gpt" else (1, 8, 8), num_classes=3, seed=seed, **SMALL[name])
+    """Build a network for 3 classes or tokens, and images 1x9x9 or sequences of 8; patches are of one pixel."""
+    return models.build(name, in_shape=(8,) if name == "gpt" else (1, 9, 9), num_classes=3, seed=seed, **SMALL[name])
 
 
 def num_weights(net: nn.Module) -> int:
@@ -44,12 +45,13 @@ def flat_weights(net: nn.Module) -> torch.Tensor:
     batch=st.integers(2, 4),
 )
 def test_every_model_maps_images_to_logits(name, channels, size, num_classes, batch):
+    size = max(size, 9) if name == "airbench" else size
     net = models.build(name, in_shape=(channels, size, size), num_classes=num_classes, seed=0, **SMALL[name])
     logits = net(torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(1)))
     assert logits.shape == (batch, num_classes)
     assert torch.isfinite(logits).all()
     logits.sum().backward()
-    assert all(param.grad is not None for param in net.parameters())
+    assert all(param.grad is not None for param in net.parameters() if param.requires_grad)
 
 
 @given(in_features=st.integers(1, 20), hidden=st.lists(st.integers(1, 20), max_size=3), num_classes=st.integers(1, 9))
@@ -80,6 +82,18 @@ def test_large_resnets_have_the_known_numbers_of_weights():
     with torch.device("meta"):
         assert num_weights(models.resnet18(3, 1000)) == 11_689_512
         assert num_weights(models.resnet50(3, 1000)) == 25_557_032
+
+
+def test_airbench_has_the_layers_of_its_paper():
+    """Seven convolutions, frozen weights of norms, no bias but those of norms, and 1.97 million numbers."""
+    net = models.airbench(3, 10)
+    assert [m.kernel_size for m in net.modules() if isinstance(m, nn.Conv2d)] == [(2, 2), *[(3, 3)] * 6]
+    assert {name.rpartition(".")[2] for name, param in net.named_parameters() if param.ndim == 1} == {"weight", "bias"}
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert not any(norm.weight.requires_grad for norm in norms)
+    assert "head.bias" not in dict(net.named_parameters()) and num_weights(net) == 1_972_768
+    images = torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(net.get_submodule("pool")(images), images.flatten(2).max(2).values / 9)
 
 
 @given(seed=st.integers(0, 99), stride=st.sampled_from([1, 2]), in_channels=st.sampled_from([2, 8]))
@@ -129,7 +143,7 @@ def test_build_is_on_the_cpu_whatever_the_default_device():
 def test_unknown_name_lists_the_known_and_the_closest():
     with pytest.raises(ValueError, match=r"no model is called 'resnet9'; did you mean 'resnet"):
         models.build("resnet9", in_shape=(1, 8, 8), num_classes=3, seed=0)
-    known = "cnn, gpt, mlp, resnet18, resnet20, resnet50, resnet8, vit"
+    known = "airbench, cnn, gpt, mlp, resnet18, resnet20, resnet50, resnet8, vit"
     with pytest.raises(ValueError, match=rf"called '\?'; known: {known}$"):
         models.build("?", in_shape=(1, 8, 8), num_classes=3, seed=0)
 
@@ -175,6 +189,10 @@ def test_a_description_contains_the_defaults():
         (
             lambda: models.build("cnn", in_shape=(1, 3, 8), num_classes=2, seed=0),
             r"cnn: .* at least 4x4, got \(1, 3, 8\)",
+        ),
+        (
+            lambda: models.build("airbench", in_shape=(3, 8, 32), num_classes=2, seed=0),
+            r"airbench: .* at least 9x9, got \(3, 8, 32\)",
         ),
         (lambda: models.build("mlp", in_shape=(1, 0), num_classes=2, seed=0), r"in_shape\[1\]"),
         (lambda: models.gpt(4, 4, width=6, num_heads=4), "width=6 is not a multiple of num_heads=4"),

@@ -26,6 +26,7 @@ from purecompose.nn.models.convolutional import (
     Dropout,
     ResidualBlock as ResidualBlock,
     Widths,
+    airbench as airbench,
     cnn as cnn,
     mlp as mlp,
     resnet as resnet,
@@ -125,13 +126,13 @@ def _build_mlp(
     return mlp(math.prod(in_shape), hidden, num_classes, dropout=dropout)
 
 
-def _build_images(make_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _build_images(make_fn: Callable[..., nn.Module], min_size: int = _MIN_IMAGE_SIZE) -> Callable[..., nn.Module]:
     @functools.wraps(make_fn)  # its signature shows the options
     def builder(in_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
-        if len(in_shape) != 3 or min(in_shape[1:]) < _MIN_IMAGE_SIZE:
+        if len(in_shape) != 3 or min(in_shape[1:]) < min_size:
             raise ValueError(
                 f"{make_fn.__name__}: expected in_shape (channels, height, width) with images of at least "
-                f"{_MIN_IMAGE_SIZE}x{_MIN_IMAGE_SIZE}, got {in_shape}; the mlp takes any shape"
+                f"{min_size}x{min_size}, got {in_shape}; the mlp takes any shape"
             )
         return make_fn(in_shape[0], num_classes, **options)
 
@@ -149,6 +150,7 @@ MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "mlp": _build_mlp,
         "cnn": _build_images(cnn),
+        "airbench": _build_images(airbench, 9),
         "resnet8": _build_images(resnet8),
         "resnet20": _build_images(resnet20),
         "resnet18": _build_images(resnet18),

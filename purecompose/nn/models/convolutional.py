@@ -1,9 +1,11 @@
-"""A multi-layer perceptron, a small convolutional network, and residual networks for small and for large images.
+"""A multi-layer perceptron, two small convolutional networks, and residual networks for small and for large images.
 
 References:
     Kaiming He et al.: Deep Residual Learning for Image Recognition. CVPR 2016. https://arxiv.org/abs/1512.03385
+    Keller Jordan: 94% on CIFAR-10 in 3.29 Seconds on a Single GPU. 2024. https://arxiv.org/abs/2404.00498
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias
 
@@ -106,6 +108,51 @@ def cnn(in_channels: Size, num_classes: Size, *, width: Size = 16, dropout: Drop
         *dropout_layers(dropout),
         nn.Linear(4 * width, num_classes),
     )
+
+
+class _ScaledMax(nn.Module):
+    """The greatest value of each channel, divided by 9: (N, C, H, W) to (N, C)."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.amax((2, 3)) / 9
+
+
+@checked
+def airbench(in_channels: Size, num_classes: Size, *, widths: Widths = (64, 256, 256)) -> nn.Sequential:
+    """Return the network of airbench, which is made to learn CIFAR-10 soon, with torch's initial weights.
+
+    A convolution of 2x2 pixels to 24 channels, then stages of two 3x3 convolutions with batch norms, of which the
+    first is followed by a max pooling. The norms' weights are frozen, and the head has no bias: biases are
+    those of the norms only, for which the recipe "cifar10-fast" has large rates.
+
+    Args:
+        in_channels: Channels of the images.
+        num_classes: Length of the logits.
+        widths: Channels of each stage. Three stages take images from 9x9 pixels up.
+
+    Raises:
+        ValueError: A size is below 1.
+        TypeError: A size is not an int.
+
+    Example:
+        >>> import torch
+        >>> airbench(3, 10, widths=(4, 8, 8))(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def conv_norm(channels_in: int, channels_out: int, *between: nn.Module) -> list[nn.Module]:
+        norm = nn.BatchNorm2d(channels_out, momentum=0.4)
+        norm.weight.requires_grad_(False)
+        return [nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False), *between, norm, nn.GELU()]
+
+    sizes: Any = widths  # a tuple after its check
+    stages, channels = nn.Sequential(), 24
+    for width in sizes:
+        stages.extend([*conv_norm(channels, width, nn.MaxPool2d(2)), *conv_norm(width, width)])
+        channels = width
+    stem = nn.Sequential(nn.Conv2d(in_channels, 24, 2, bias=False), nn.GELU())
+    head = nn.Linear(channels, num_classes, bias=False)
+    return nn.Sequential(OrderedDict(stem=stem, stages=stages, pool=_ScaledMax(), head=head))
 
 
 class _Residual(nn.Module):
