@@ -147,11 +147,12 @@ def logit_softcap(
     Args:
         cap: The bound, above 0; infinity changes nothing.
         where: Patterns (`fnmatch`) of modules, of whose linear layers, with all that they contain, the last one is
-            changed, such as "head"; by default all but frozen parts.
+            changed, such as "head"; by default those of the whole network.
         name: Name of the algorithm.
 
     Warns:
-        UserWarning: At INIT: the network has no linear layer, or its last one has a forward set on the instance.
+        UserWarning: At INIT: the network has no linear layer, or its last one is frozen or has a forward set on the
+            instance.
 
     Example:
         >>> logit_softcap(30.0)
@@ -164,7 +165,9 @@ def logit_softcap(
     """
 
     def last(module: nn.Linear, site: surgery.Site) -> nn.Module | None:
-        linears = [one for one in site.reach if isinstance(one, nn.Linear)]
+        # A frozen head is out of reach, but the layer before it is not the last one of the network.
+        within = site.root.modules() if where is None else site.reach
+        linears = [one for one in within if isinstance(one, nn.Linear)]
         if module is not linears[-1] or "forward" in vars(module):
             return None
         new: Any = changed(module, SoftCapped)

@@ -171,15 +171,17 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
 
+    name, where = ("accuracy", "accuracy") if k == 1 else (f"top_{k}", "top_k")
+
     def init(device: Device = None) -> Mean:
         none = torch.zeros((), dtype=torch.int64, device=device)
         return Mean(none, none)
 
     def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture, ignore_index: int = -100) -> Mean:
-        classes, counted = _classes("top_k", outputs, targets, ignore_index)
+        classes, counted = _classes(where, outputs, targets, ignore_index)
         if outputs.shape[1] < k:
             raise ValueError(
-                f"top_k: expected outputs (N, C, ...) with at least {k} classes, got shape {tuple(outputs.shape)}"
+                f"{where}: expected outputs (N, C, ...) with at least {k} classes, got shape {tuple(outputs.shape)}"
             )
         if k == 1:
             hits = outputs.argmax(dim=1) == classes
@@ -187,7 +189,6 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
             hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
         return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
 
-    name = "accuracy" if k == 1 else f"top_{k}"
     return _of_classes(Metric(init, update, Mean.value, is_sum=True, higher_is_better=True, name=name), ignore_index)
 
 

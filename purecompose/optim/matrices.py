@@ -211,7 +211,7 @@ class Muon(ByGroup):
         moves = [move.reshape(first.shape) for move in moves]
         rows, columns = matrices[0].shape
         if self.adjust_lr == "original":
-            return moves, math.sqrt(max(1, rows / columns))
+            return moves, math.sqrt(max(1, rows / max(1, columns)))
         return moves, 0.2 * math.sqrt(max(rows, columns))
 
 

@@ -337,12 +337,15 @@ def _warn_of_nothing(name: str, root: nn.Module, rules: Rules, reach: tuple[nn.M
     there = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
     count = sum(isinstance(module, kinds) for module in reach)
     others = sum(isinstance(module, kinds) for module in root.modules()) - count
-    found = f"found none in a network of {there}"
+    found = []
     if count:
-        found = f"kept all {count}: none has the kind and the sizes that its settings require"
-    elif others:
-        found = f"left {others} alone, in parts without trainable parameters, or out of its where=; name them by where="
-    warn(f"{name} changed nothing: it looked for {wanted} to replace, and {found}")
+        found.append(f"kept all {count}: none has the kind and the sizes that its settings require")
+    if others:
+        found.append(
+            f"left {others} alone, in parts without trainable parameters, or out of its where=; name them by where="
+        )
+    said = ", and ".join(found) or f"found none in a network of {there}"
+    warn(f"{name} changed nothing: it looked for {wanted} to replace, and {said}")
 
 
 def _seed(rng: random.Rng) -> int:

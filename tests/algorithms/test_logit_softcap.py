@@ -71,6 +71,16 @@ def test_where_chooses_the_layer() -> None:
     torch.testing.assert_close(after.forward(inputs), net[2](torch.tanh(by_hand(net[0](inputs), 0.5))))
 
 
+def test_a_frozen_head_is_not_replaced_by_the_layer_before_it() -> None:
+    net, (inputs, _) = make_net(), make_batch()
+    frozen = make_state(net).replace(frozen=["2.*"])
+    with pytest.warns(UserWarning, match="logit_softcap changed nothing: .*name them by where="):
+        assert applied(frozen, logit_softcap(0.5))[0].model == frozen.model
+    after, report = applied(frozen, logit_softcap(0.5, where="2"))
+    assert report.replaced == ("2",)
+    torch.testing.assert_close(after.forward(inputs), by_hand(net(inputs), 0.5))
+
+
 def test_an_infinite_cap_changes_nothing_and_networks_without_a_layer_are_warned_about() -> None:
     state = make_state(make_net())
     assert pc.compose(pc.loop_events, [logit_softcap(float("inf"))]).init(state).model == state.model

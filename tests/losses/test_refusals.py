@@ -95,7 +95,8 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception] | tuple
         for shape in ((4, 1), (4, 1, 5, 5), (4,))
     ),
     (updated, (metrics.accuracy, (ROWS, ROWS), INDICES), TypeError, r"got tuple and Tensor; pick .*outputs\[0\]"),
-    (updated, (metrics.top_k(5), ROWS, INDICES), ValueError, "at least 5 classes"),
+    (updated, (metrics.top_k(5), ROWS, INDICES), ValueError, "top_k: .* at least 5 classes"),
+    (updated, (metrics.accuracy, torch.zeros(2, 1), torch.zeros(2, 1)), ValueError, "^metrics.accuracy: .* 2 classes"),
     (updated, (metrics.iou(4), ROWS, INDICES), ValueError, "expected 4 classes"),
     (updated, (metrics.as_metric(lambda o, t: o[:3]), ROWS, INDICES), ValueError, r"4 rows.*\(3, 3\).*write a Metric"),
     (updated, (metrics.as_metric(number), ROWS, INDICES), TypeError, "got float"),

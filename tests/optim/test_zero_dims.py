@@ -1,4 +1,4 @@
-"""0-d parameters: if a setting is also a 0-d tensor, torch would promote their dtype."""
+"""0-d parameters and empty ones: if a setting is also a 0-d tensor, torch would promote their dtype."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +77,25 @@ def test_dtypes_are_kept_and_numbers_are_those_of_one_dimension(
     assert [leaf.dtype for leaf in pc.tree.leaves(opt_state)] == [leaf.dtype for leaf in pc.tree.leaves(start)]
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(params, {**shaped, "scale": shaped["scale"][0]}, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shapes", [((0,), (4, 0)), ((0, 4), (0, 0))])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "muon"])
+def test_parameters_without_elements_change_nothing_for_others(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    optimizer = (
+        OPTIMIZERS[name](RATE) if name in OPTIMIZERS else optim.by_pattern({"m*": optim.muon(RATE)}, optim.sgd(RATE))
+    )
+    own = drawn(0, torch.float32)
+    empty = {f"m{index}": torch.zeros(shape) for index, shape in enumerate(shapes) if name != "muon" or len(shape) == 2}
+
+    def moved(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        grads = {**drawn(1, torch.float32), **empty}
+        given = {name: grads[name] for name in params}
+        return optimizer.update(given, optimizer.init(params), params, reader())[0]
+
+    after = moved({**own, **empty})
+    assert all(torch.equal(after[name], value) for name, value in moved(own).items())
+    assert all(after[name].shape == value.shape for name, value in empty.items())
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamax"])  # from_torch passes no gradients
