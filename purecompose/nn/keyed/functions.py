@@ -317,9 +317,9 @@ def _attention(
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = _masked((query * factor) @ key.transpose(-2, -1), attn_mask, is_causal)
     # In half precision the softmax is computed in float32, as in the kernels; rows that may attend to nothing become
-    # zeros.
-    is_half = scores.dtype in (torch.float16, torch.bfloat16)
-    weights = torch.ops.aten._safe_softmax(scores, -1, torch.float32 if is_half else None).to(scores.dtype)
+    # zeros. The operation's argument for a dtype has a derivative whose dtype a traced graph gets wrong.
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.ops.aten._safe_softmax(scores.to(wide), -1).to(scores.dtype)
     return _drop(draws, func, weights, dropout_p, weights.shape, False) @ value
 
 

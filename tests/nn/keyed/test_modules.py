@@ -210,6 +210,16 @@ def test_a_trace_equals_eager(name: str) -> None:
     torch.testing.assert_close(traced(x, key(6), torch.tensor(4)), fn(x, key(6), torch.tensor(4)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_traced_gradient_of_attention_equals_eager(dtype: torch.dtype) -> None:
+    def slope(x: Tensor) -> Tensor:
+        with keyed(Rng(key(3)), num_examples=2):
+            return grad(lambda x: sdpa(x).float().square().sum())(x)
+
+    x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(make_fx(slope)(x)(x), slope(x)) and slope(x).dtype is dtype
+
+
 def test_func_grad_equals_autograd() -> None:
     x, net = (images(2), seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 5), nn.Dropout(), nn.Linear(5, 1))))
     params = {name: p.detach() for name, p in net.named_parameters()}
