@@ -32,8 +32,16 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
 }
-SIDE_PAGES = ("pictures.md", "features.md", "decisions.md", "changelog.md", "matrix.md", "coming_from.md", "quality.md")
-"""Pages that mention many things; the search shows others first."""
+BOOSTS = {
+    **dict.fromkeys(("pictures", "features", "decisions", "changelog", "matrix", "quality"), 1),
+    "algorithms/training_metrics": 1,
+    "coming_from": 2,
+    "algorithms/": 3,
+    "gallery/": 1,
+    "": 5,
+}
+"""What a match in a page counts in the search, by the first of these with which its path begins: less for pages that
+mention many things, and for those of one program or method."""
 LINK = re.compile(r"(\]\()([^)\s]+)")
 NAMED_AFTER_FILE = re.compile(r"\[[\w/]+\.md\](?=\(([\w/.]+\.md)(?:#([\w-]+))?\))")
 PICTURE = re.compile(r'<img [^>]*?src="([^":]+\.svg)"[^>]*>')
@@ -125,7 +133,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     if uri.startswith(("reference/", "source/")):
         return markdown
-    boost = 2 if uri in SIDE_PAGES else 4 if uri.startswith(("algorithms/", "gallery/")) else 5
+    boost = next(number for beginning, number in BOOSTS.items() if uri.startswith(beginning))
     page.meta.setdefault("search", {"boost": boost})
     markdown = _outside_code(markdown, lambda text: NAMED_AFTER_FILE.sub(lambda one: _named(one, uri), text))
     if page.parent is None:
@@ -134,10 +142,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _named(link: re.Match[str], page: str) -> str:
-    """Return the name of a link: the heading to which it leads."""
+    """Return the name of a link: the heading to which it leads, without what follows a colon or is in parentheses."""
     path = ROOT / _target(link[1], page)
     headings = re.findall(r"^#+ (.*)", path.read_text() if path.is_file() else "", re.M)
-    return next((f"[{name}]" for name in headings if link[2] in (None, slugify(name, "-"))), link[0])
+    found = next((name for name in headings if link[2] in (None, slugify(name, "-"))), None)
+    return link[0] if found is None else "[" + re.split(r": | \(", found)[0] + "]"
 
 
 def _names_linked(text: str) -> str:

@@ -119,8 +119,8 @@ def page_of(module: str) -> str:
 
 
 INDEX = "reference/names.md"
-BOOSTS = {"testing": 0.2, "functional": 0.2, "nn": 0.5, "analysis": 0.7, "": 6}
-"""What a match in the page of a name counts in the search, by the first part of its module; 2 in all others."""
+BOOSTS = {"testing": 0.1, "functional": 0.1, "nn": 0.25, "analysis": 0.35, "": 8}
+"""What a match in the page of a name counts in the search, by the first part of its module; 0.8 in all others."""
 
 
 def pages() -> dict[str, tuple[str, str]]:
@@ -136,7 +136,7 @@ def pages_of_names() -> dict[str, str]:
         module = name.path.rpartition(".")[0]
         options = f"    options:\n      heading: '{_shown(name.path)}'\n      toc_label: '{name.last}'\n"
         above = f"[{_shown(module)}](../{module.removeprefix('purecompose.')}.md)"
-        boost = BOOSTS.get(module.removeprefix("purecompose").strip(".").partition(".")[0], 2)
+        boost = BOOSTS.get(module.removeprefix("purecompose").strip(".").partition(".")[0], 0.8)
         head = f"---\ntitle: {name.last}\nsearch: {{boost: {boost}}}\n---\n"
         text = f"{head}\n{above}\n\n::: {anchor(name)}\n{options}      heading_level: 1\n"
         found[f"{page_of(module).removesuffix('.md')}/{name.last}.md"] = text
