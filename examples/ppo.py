@@ -70,7 +70,7 @@ def main(duration: str) -> None:
     step, start, batches = make()
     assert isinstance(carts := batches.fn, Carts)
     lengths = [carts.length.item() for _ in pc.training(step, start, batches, duration=duration)]
-    print(f"length {lengths[0]:.0f} -> {lengths[-1]:.0f}: steps of a cart for each fall")
+    print(f"length {lengths[0]:.0f} -> {lengths[-1]:.0f}: steps per fall of a pole")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import inspect
 import io
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from PIL import Image
 
 import purecompose as pc
 from purecompose.algorithms import FACTORIES, GROUPS
@@ -373,3 +375,13 @@ def test_the_pictures_of_the_ideas_are_what_steps_report(tmp_path: pathlib.Path)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     kept = [*folder.glob("explained_*.svg"), folder / "architecture.svg"]
     assert drawn == {path.name: path.read_text() for path in kept}
+
+
+def test_the_pictures_of_the_methods_are_those_that_the_script_draws() -> None:
+    names = runpy.run_path(str(ROOT / "docs" / "images" / "make.py"))
+    shown = set(re.findall(r"images/(\w+)\.webp\)", "".join(card.read_text() for card in CARDS.values())))
+    assert shown == set(names["PICTURES"])
+    photos = torch.randint(256, (2, 3, names["SIDE"], names["SIDE"]), dtype=torch.uint8)
+    for name, images in names["PICTURES"].items():
+        with Image.open(ROOT / "docs" / "images" / f"{name}.webp") as kept:
+            assert names["row_of"](images(photos)).size == kept.size

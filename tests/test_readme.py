@@ -60,6 +60,9 @@ def test_costs_of_records_and_kills_are_those_recorded() -> None:
     totals = [sum(row[name] for row in kills) for name in ("runs", "kills", "differences", "half-written", "lost")]
     assert totals[2:] == [0, 0, 0] and answer(f"{totals[0]} runs, killed {totals[1]} times").startswith("none")
     (mlp,), (cnn,) = rows_of("recording", network="mlp"), rows_of("recording", network="cnn")
-    assert answer("record a run").startswith(f"{100 * (mlp['recorded / plain'] - 1):.0f} % of steps")
+    share, milliseconds = 100 * (mlp["recorded / plain"] - 1), [row["ms per batch"] for row in (mlp, cnn)]
+    assert answer("record a run") == (
+        f"{share:.0f} % of steps of {milliseconds[0]:.1f} ms, nothing measurable of steps of {milliseconds[1]:.0f} ms"
+    )
     low, high = map(float, cnn["quartiles"].split())
     assert low < 1 < high

@@ -101,13 +101,11 @@ def vae(names: Names, runs: Runs) -> Picture:
 
 
 def simclr(names: Names, runs: Runs) -> Picture:
-    picture = Picture(
-        "Test images and the most similar ones of 100 others, by the first weights and by the trained ones"
-    )
+    picture = Picture("Test images and the most similar ones of 100 others, before and after training")
     digits, rows = pc.data.load("digits"), 4
     for side, state in enumerate(runs[0]):
         left = 8 + 158 * side
-        picture.text(left, 20, ("by the first weights", "trained")[side], "faint")
+        picture.text(left, 20, ("untrained", "trained")[side], "faint")
         images = torch.cat([digits.train_inputs[:100], digits.test_inputs[:rows]])
         known, found = torch.nn.functional.normalize(state.forward(images[:, None])[:, 0], dim=1).tensor_split([100])
         for row, nearest in enumerate((found @ known.T).topk(3).indices):
@@ -134,7 +132,7 @@ def ddpm(names: Names, runs: Runs) -> Picture:
 def wgan_gp(names: Names, runs: Runs) -> Picture:
     picture = Picture("Real points near eight places, and generated points before and after training")
     real, noise = names["ring"](0, torch.float32)[:, 0], pc.random.normal(pc.random.key(99), (300, 2))
-    for x, label, state in zip((80, 240), ("by the first weights", "trained"), runs[0], strict=True):
+    for x, label, state in zip((80, 240), ("untrained", "trained"), runs[0], strict=True):
         picture.text(x, 24, label, "faint", "middle")
         picture.dots(placed(real, (x, 112), 62), "faint", 5)
         picture.dots(placed(state.forward(["generator", noise]), (x, 112), 62), "one", 2)
@@ -142,7 +140,7 @@ def wgan_gp(names: Names, runs: Runs) -> Picture:
 
 
 def maml(names: Names, runs: Runs) -> Picture:
-    picture = Picture("Two new sine waves, predicted by the trained first weights, and after one gradient step")
+    picture = Picture("Two new sine waves, predicted by the meta-trained weights, and after one gradient step")
     (x, y, _), _ = names["sine_waves"](pc.random.Rng(pc.random.key(99)), torch.float32, 2)
     places = torch.linspace(-5, 5, 60).view(1, -1, 1).expand(2, -1, -1)
     net: Any = pc.to_module(runs[0][-1])
@@ -151,11 +149,7 @@ def maml(names: Names, runs: Runs) -> Picture:
         for values, color, dashes in ((first, "faint", "3 4"), (adapted, "three", "none")):
             picture.curve(placed(torch.cat([places, values], -1)[task], center, 14), color, dashes)
         picture.dots(placed(torch.cat([x, y], -1)[task], center, 14), "one", 6)
-    for x_of, label, color in (
-        (8, "known points", "one"),
-        (106, "first weights", "faint"),
-        (202, "after one step", "three"),
-    ):
+    for x_of, label, color in ((8, "known points", "one"), (106, "before", "faint"), (202, "after one step", "three")):
         picture.text(x_of, 24, label, color)
     return picture
 
@@ -179,7 +173,7 @@ def lora(names: Names, runs: Runs) -> Picture:
 def graphs(names: Names, runs: Runs) -> Picture:
     picture = Picture("Predicted energies of new graphs against true ones, before and after training")
     batch = names["graphs"](99, torch.float32)
-    for x, label, state in zip((84, 244), ("by the first weights", "trained"), runs[0], strict=True):
+    for x, label, state in zip((84, 244), ("untrained", "trained"), runs[0], strict=True):
         picture.text(x, 24, label, "faint", "middle")
         picture.curve(placed(torch.tensor([[-1.0, -1], [1, 1]]), (x, 108), 66), "box")
         points = torch.cat([batch["energy"], pc.to_module(state)(batch)], 1)
@@ -220,10 +214,10 @@ def segmentation(names: Names, runs: Runs) -> Picture:
 
 
 def ppo(names: Names, runs: Runs) -> Picture:
-    picture = Picture("Steps of a cart for each fall of its pole, over the rollouts of training")
+    picture = Picture("Mean number of steps until a pole falls, over the rollouts of training")
     step, start, batches = names["make"]()
     lengths = [batches.fn.length.item() for _ in pc.training(step, start, batches, duration=names["duration"])]
-    _chart(picture, {"steps for each fall": lengths[:-1]}, ["three"], "rollout")  # the last state comes twice
+    _chart(picture, {"steps per fall": lengths[:-1]}, ["three"], "rollout")  # the last state comes twice
     return picture
 
 

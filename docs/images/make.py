@@ -2,7 +2,7 @@
 
     python docs/images/make.py [NAME ...]
 
-The photographs come with scikit-learn. Writes NAME.jpg beside this file. What a picture shows, and with
+The photographs come with scikit-learn. Writes NAME.webp beside this file. What a picture shows, and with
 which settings, stands on the method's card: change both together. docs/site/pictures.py makes a page of all of them.
 """
 
@@ -53,7 +53,8 @@ def mixed_up(photos: Tensor) -> Shown:
 def cut_and_mixed(photos: Tensor) -> Shown:
     """Both photographs, and one with a part of the other."""
     targets, swapped = torch.tensor([0, 1]), torch.tensor([1, 0])
-    pasted = functional.cutmix_batch(key(3), photos, targets, length=0.5, indices=swapped)[0]
+    box = 149, 78, 249, 178  # half the side, of which the photograph's lower edge cuts a part
+    pasted = functional.cutmix_batch(None, photos, targets, bbox=box, indices=swapped)[0]
     return [*photos, *pasted]
 
 
@@ -86,12 +87,13 @@ PICTURES: dict[str, Callable[[Tensor], Shown]] = {
 
 
 def row_of(shown: Shown) -> Image.Image:
-    """The images beside each other, on white; smaller ones in the upper left of their place."""
-    canvas = torch.full((3, SIDE, len(shown) * (SIDE + GAP) - GAP), 255, dtype=torch.uint8)
+    """The images beside each other, on nothing; smaller ones in the upper left of their place."""
+    canvas = torch.zeros((4, SIDE, len(shown) * (SIDE + GAP) - GAP), dtype=torch.uint8)
     for place, image in enumerate(shown):
         left = place * (SIDE + GAP)
         pixels = image.round().clamp(0, 255).to(torch.uint8)
-        canvas[:, : image.shape[1], left : left + image.shape[2]] = pixels
+        canvas[:3, : image.shape[1], left : left + image.shape[2]] = pixels
+        canvas[3, : image.shape[1], left : left + image.shape[2]] = 255
     return Image.fromarray(canvas.permute(1, 2, 0).numpy())
 
 
@@ -99,7 +101,7 @@ def main() -> None:
     """Writes the pictures that are named, or all."""
     photos = photographs()
     for name in sys.argv[1:] or PICTURES:
-        row_of(PICTURES[name](photos)).save(FOLDER / f"{name}.jpg", quality=85, optimize=True)
+        row_of(PICTURES[name](photos)).save(FOLDER / f"{name}.webp", quality=85, method=6)
 
 
 if __name__ == "__main__":

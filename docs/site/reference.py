@@ -161,10 +161,10 @@ def _index() -> str:
     names = sorted(public, key=lambda name: (name.last.lower(), name.path))
     for letter, group in itertools.groupby(names, key=lambda name: name.last[0].upper()):
         rows = [f"[`{name.last}`][{anchor(name)}] in {_shown(name.path.rpartition('.')[0])}  " for name in group]
-        lines += [f"## {letter}", "", *rows, ""]
+        lines += [f"## {letter}", "", *rows, "{: .names }", ""]
     return "\n".join(lines)
 
 
 def _table(names: list[Name]) -> str:
     rows = [f"| [`{name.last}`][{anchor(name)}] | {name.summary.replace('|', chr(92) + '|')} |" for name in names]
-    return "\n".join(["| name | |", "| --- | --- |", *rows]) + "\n" if rows else ""
+    return "\n".join(["| name | summary |", "| --- | --- |", *rows]) + "\n" if rows else ""
