@@ -30,11 +30,6 @@ from purecompose.algorithms._dropout import (
     gyro_dropout_period as gyro_dropout_period,
 )
 from purecompose.algorithms._erasing import colout_batch as colout_batch, cutout_batch as cutout_batch
-from purecompose.algorithms._gradient_clipping import (
-    clip_adaptively as clip_adaptively,
-    clip_by_norm as clip_by_norm,
-    clip_by_value as clip_by_value,
-)
 from purecompose.algorithms._image_operations import (
     augmix_batch as augmix_batch,
     randaugment_batch as randaugment_batch,
@@ -45,7 +40,12 @@ from purecompose.algorithms._measurements import (
     critical_batch_size as critical_batch_size,
     estimate_noise as estimate_noise,
 )
-from purecompose.algorithms._parts.surgery import apply_surgery as apply_surgery
+from purecompose.algorithms._optimizer_settings import (
+    clip_adaptively as clip_adaptively,
+    clip_by_norm as clip_by_norm,
+    clip_by_value as clip_by_value,
+)
+from purecompose.algorithms._parts import apply_surgery as apply_surgery
 from purecompose.algorithms._per_example_clipping import (
     clip_per_example as clip_per_example,
     norms_per_example as norms_per_example,

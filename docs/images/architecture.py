@@ -21,8 +21,8 @@ from purecompose.core.contract import Contract
 from purecompose.core.gradient import differentiate
 from purecompose.core.operation import in_order
 from purecompose.core.passes import compose_passes
+from purecompose.core.repeated import in_slices
 from purecompose.core.scopes import Scope
-from purecompose.core.slices import in_slices
 from purecompose.data import loaders
 from purecompose.nn import network
 from purecompose.optim.base import ByGroup

@@ -35,7 +35,6 @@ from purecompose.algorithms._convolutions import (
 from purecompose.algorithms._cutmix import cutmix as cutmix
 from purecompose.algorithms._dropout import gyro_dropout as gyro_dropout, stochastic_depth as stochastic_depth
 from purecompose.algorithms._erasing import colout as colout, cutout as cutout
-from purecompose.algorithms._gradient_clipping import gradient_clipping as gradient_clipping
 from purecompose.algorithms._image_operations import augmix as augmix, randaugment as randaugment
 from purecompose.algorithms._initial_weights import initialize as initialize, patch_whitening as patch_whitening
 from purecompose.algorithms._layer_freezing import layer_freezing as layer_freezing
@@ -49,20 +48,21 @@ from purecompose.algorithms._measurements import (
     gradient_norm as gradient_norm,
     training_metrics as training_metrics,
 )
-from purecompose.algorithms._no_op_model import no_op_model as no_op_model
-from purecompose.algorithms._norms import (
-    fused_layernorm as fused_layernorm,
-    ghost_batchnorm as ghost_batchnorm,
-    low_precision_groupnorm as low_precision_groupnorm,
-    low_precision_layernorm as low_precision_layernorm,
-)
 from purecompose.algorithms._optimizer_settings import (
     decoupled_weight_decay as decoupled_weight_decay,
+    gradient_clipping as gradient_clipping,
     scale_schedule as scale_schedule,
 )
 from purecompose.algorithms._overflow import loss_scaling as loss_scaling, skip_nonfinite as skip_nonfinite
 from purecompose.algorithms._per_example_clipping import per_example_clipping as per_example_clipping
 from purecompose.algorithms._progressive_resizing import progressive_resizing as progressive_resizing
+from purecompose.algorithms._replacements import (
+    fused_layernorm as fused_layernorm,
+    ghost_batchnorm as ghost_batchnorm,
+    low_precision_groupnorm as low_precision_groupnorm,
+    low_precision_layernorm as low_precision_layernorm,
+    no_op_model as no_op_model,
+)
 from purecompose.algorithms._selective_backprop import selective_backprop as selective_backprop
 from purecompose.algorithms._seq_length_warmup import seq_length_warmup as seq_length_warmup
 from purecompose.algorithms._targets import label_smoothing as label_smoothing, mixup as mixup

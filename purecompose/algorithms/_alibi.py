@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import Derived, changed, one_of, stand_in, surgery_method
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import Derived, Where, changed, one_of, stand_in, surgery_method
 from purecompose.algorithms._seq_length_warmup import sequences_of, shortened
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.nn.layers._forms import has_hooks
+from purecompose.nn.layers.replacing import has_hooks
 from purecompose.nn.layers.transformer import AlibiAttention, NoPositions, PositionEmbedding, SelfAttention, alibi_bias
 from purecompose.schedule.declared import Within
 from purecompose.surgery.operation import left_alone

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from purecompose._support.device import as_scalar
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.checks import Patterns, Period, Point, Where, checked_period
+from purecompose.algorithms._parts import Patterns, Period, Point, Where, checked_period
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purecompose._support.internals import is_fake, is_readable, is_transforming
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.checks import Elapsed, Where, reported
+from purecompose.algorithms._parts import Elapsed, Where, reported
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Point, checked_period
-from purecompose.algorithms._parts.choosing import selected
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import Point, checked_period, selected
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.application import applied
 from purecompose.core.loop import loop_events

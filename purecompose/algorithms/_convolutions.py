@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import surgery, tree
-from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import Derived, changed, surgery_method, warn_of_nothing
+from purecompose.algorithms._parts import Derived, Where, changed, surgery_method, warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.nn.layers._forms import check_latent, is_plain
 from purecompose.nn.layers.convolutions import (
     STANDARDIZED,
     BlurConv2d,
@@ -21,6 +19,7 @@ from purecompose.nn.layers.convolutions import (
     SqueezeExciteConv2d,
     standardized_conv,
 )
+from purecompose.nn.layers.replacing import check_latent, is_plain
 from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import on

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import WrittenField, needed_rng
-from purecompose.algorithms._parts.images import are_maps, check_images
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import WrittenField, needed_rng
 from purecompose.algorithms._targets import draw_share, mixing, mixture_for
-from purecompose.algorithms.images.levels import whole_part
+from purecompose.algorithms.images.batches import are_maps, check_images
+from purecompose.algorithms.images.samples import whole_part
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.losses.targets import Mixture
 from purecompose.random.keys import as_rng

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from purecompose import random, surgery
 from purecompose._support.device import as_scalar
-from purecompose.algorithms._parts.surgery import changed, warn_of_nothing
+from purecompose.algorithms._parts import changed, warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.keyed.draws import is_compared

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Field, WrittenField
-from purecompose.algorithms._parts.images import TakesTargets, map_targets, with_images, with_images_and_targets
-from purecompose.algorithms.images.levels import check_image_tensor, whole_part
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import Field, WrittenField
+from purecompose.algorithms.images.batches import TakesTargets, map_targets, with_images, with_images_and_targets
+from purecompose.algorithms.images.samples import check_image_tensor, whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.algorithms._parts.checks import WrittenField
-from purecompose.algorithms._parts.images import SEVERITY, assigned, one_operation_each, warn_of_maps, with_images
+from purecompose.algorithms._parts import WrittenField
 from purecompose.algorithms.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
-from purecompose.algorithms.images.levels import can_read
+from purecompose.algorithms.images.batches import SEVERITY, assigned, one_operation_each, warn_of_maps, with_images
 from purecompose.algorithms.images.primitives import AugmentationSet
+from purecompose.algorithms.images.samples import can_read
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import per_row

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from purecompose import random, tree
-from purecompose._support.checks import shown
 from purecompose._support.messages import warn
 from purecompose._support.shards import laid_as, whole
-from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import warn_of_nothing
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import Where, warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn import model as models
-from purecompose.nn.layers._forms import is_plain, is_tied
+from purecompose.nn.layers.replacing import is_plain, is_tied
 from purecompose.optim.base import match_or_raise, matched
 from purecompose.schedule.declared import Within, checked
 from purecompose.time import Time, TimeLike

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from purecompose.algorithms._parts.checks import Elapsed, Where, reported
+from purecompose.algorithms._parts import Elapsed, Where, reported
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.nn.model import Model

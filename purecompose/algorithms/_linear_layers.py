@@ -10,12 +10,19 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import changed, stand_in, surgery_method
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import Where, changed, stand_in, surgery_method
 from purecompose.core.algorithm import Algorithm, Trait, factory
-from purecompose.nn.layers._forms import check_latent, computes_as, is_plain, is_tied, latent_size
-from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear, max_latent
+from purecompose.nn.layers.replacing import (
+    FactorizedConv2d,
+    FactorizedLinear,
+    check_latent,
+    computes_as,
+    is_plain,
+    is_tied,
+    latent_size,
+    max_latent,
+)
 from purecompose.nn.layers.transformer import FeedForward, GatedLinearUnit, SquaredReLU
 from purecompose.schedule.declared import Within
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import random
-from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Elapsed, Field, WrittenField, needed_rng, reported
-from purecompose.algorithms._parts.images import TakesTargets, check_images, map_targets, with_images_and_targets
-from purecompose.algorithms.images.levels import whole_part
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import Elapsed, Field, WrittenField, needed_rng, reported
+from purecompose.algorithms.images.batches import TakesTargets, check_images, map_targets, with_images_and_targets
+from purecompose.algorithms.images.samples import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture

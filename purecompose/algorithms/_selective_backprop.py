@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose.algorithms._parts.checks import Field, chosen_fields
-from purecompose.algorithms.images.levels import whole_part
+from purecompose.algorithms._parts import Field, chosen_fields
+from purecompose.algorithms.images.samples import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.random.keys import as_rng

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose.algorithms._parts.checks import Elapsed, reported
+from purecompose.algorithms._parts import Elapsed, reported
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule.declared import Within, checked

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose.algorithms._parts.checks import WrittenField, check_reads_targets, chosen_fields, needed_rng
+from purecompose.algorithms._parts import WrittenField, check_reads_targets, chosen_fields, needed_rng
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.functions import MeanSquaredError

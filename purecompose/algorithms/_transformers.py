@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._support.checks import check_whole, shown
-from purecompose.algorithms._parts.checks import Where
-from purecompose.algorithms._parts.surgery import Derived, changed, stand_in, surgery_method
+from purecompose._support.specs import check_whole, shown
+from purecompose.algorithms._parts import Derived, Where, changed, stand_in, surgery_method
 from purecompose.core.algorithm import Algorithm, factory
-from purecompose.nn.layers._forms import computes_as, is_plain
+from purecompose.nn.layers.replacing import computes_as, is_plain
 from purecompose.nn.layers.transformer import HeadNorm, SelfAttention
 from purecompose.nn.models.transformer import GPT, TransformerBlock
 from purecompose.schedule.declared import Within

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._support.checks import shown
-from purecompose.algorithms._parts.checks import Field, WrittenField, chosen_fields
-from purecompose.algorithms._parts.images import (
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import Field, WrittenField, chosen_fields
+from purecompose.algorithms.images.batches import (
     TakesTargets,
     are_maps,
     check_images,

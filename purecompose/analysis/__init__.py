@@ -9,11 +9,6 @@
 from purecompose._support.exports import publish
 from purecompose.analysis import predicates as predicates
 from purecompose.analysis.ablation import ablate as ablate
-from purecompose.analysis.comparing import (
-    CheckpointDifference as CheckpointDifference,
-    Comparison as Comparison,
-    compare as compare,
-)
 from purecompose.analysis.effects import (
     FEWEST_SEEDS as FEWEST_SEEDS,
     Ablation as Ablation,
@@ -24,7 +19,13 @@ from purecompose.analysis.effects import (
 )
 from purecompose.analysis.proposing import Range as Range
 from purecompose.analysis.replaying import RecordedRun as RecordedRun, Replay as Replay, replay as replay
-from purecompose.analysis.searching import Bisection as Bisection, bisect as bisect
+from purecompose.analysis.searching import (
+    Bisection as Bisection,
+    CheckpointDifference as CheckpointDifference,
+    Comparison as Comparison,
+    bisect as bisect,
+    compare as compare,
+)
 from purecompose.analysis.sweeping import (
     LearningRateRange as LearningRateRange,
     Sweep as Sweep,

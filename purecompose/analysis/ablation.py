@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import random
-from purecompose._support.checks import check_flag, check_whole, shown
+from purecompose._support.specs import check_flag, check_whole, shown
 from purecompose.analysis.effects import Ablation, Cell, effects_of, name_of, subsets_of
 from purecompose.analysis.sweeping import population_of
 from purecompose.core.algorithm import Algorithm
@@ -22,7 +22,7 @@ from purecompose.core.composable import as_algorithms
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.loaders import StateStream, check_batches, describe_data, own_order
-from purecompose.data.seeding import kept_globals, load_numpy, seed_globals, seed_words
+from purecompose.data.position import kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.records import RunFolder
 from purecompose.records.layout import read_json, write_json, write_text
 from purecompose.run.evaluation import Evaluator

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose._support.tables import table
+from purecompose._support.messages import table
 
 
 def subsets_of(methods: Sequence[str]) -> list[frozenset[str]]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.checks import check_number
 from purecompose._support.exports import publish
+from purecompose._support.specs import check_number
 from purecompose.core.state import State
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_flag, check_number, check_whole, shown
+from purecompose._support.specs import check_flag, check_number, check_whole, shown
 from purecompose.random import Rng, bits, uniform
 
 

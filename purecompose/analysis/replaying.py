@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from purecompose._support.checks import shown
 from purecompose._support.messages import is_remote, warn
+from purecompose._support.specs import shown
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.loaders import describe_data, differences as data_differences, own_order

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._support.checks import check_number, check_whole, shown
-from purecompose._support.tables import table
+from purecompose._support.messages import table
+from purecompose._support.specs import check_number, check_whole, shown
 from purecompose.analysis.proposing import Range, proposed
 from purecompose.core.compose import Step
 from purecompose.core.state import State, check_single

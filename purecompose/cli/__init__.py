@@ -21,10 +21,9 @@ from purecompose._support.device import processor
 from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
-from purecompose.cli.methods import algorithms, check, plan
 from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
 from purecompose.cli.processes import reporting
-from purecompose.cli.reports import report, runs
+from purecompose.cli.reports import algorithms, check, plan, report, runs
 from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, export, load_run as load_run, local_copy, predict
 from purecompose.cli.settings import meant_setting
 from purecompose.cli.training import RunError, train

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from purecompose import analysis
 from purecompose._support import specs
-from purecompose._support.checks import check_number, check_whole
 from purecompose._support.messages import say
+from purecompose._support.specs import check_number, check_whole
 from purecompose.algorithms import BY_NAME
 from purecompose.analysis import RecordedRun, predicates
 from purecompose.analysis.proposing import proposed

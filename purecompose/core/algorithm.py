@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
-from purecompose._support.checks import suggests_keywords
+from purecompose._support.specs import suggests_keywords
 from purecompose.core.state import State
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.schedule.declared import Settings

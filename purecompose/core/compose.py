@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from purecompose._support import INSTALLED
-from purecompose._support.checks import suggests_keywords
 from purecompose._support.contexts import NOTHING, together
 from purecompose._support.device import arithmetic
 from purecompose._support.internals import GradMode, called_by_dynamo, get_eval_frame_callback, without_dynamo
+from purecompose._support.specs import suggests_keywords
 from purecompose.batch.fields import aliases
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import Matcher, Outside, application

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._support.checks import check_whole, shown
+from purecompose._support.messages import columns, fragment, note
 from purecompose._support.objects import fingerprint, in_words
-from purecompose._support.tables import columns, fragment, note
+from purecompose._support.specs import check_whole, shown
 from purecompose.batch import Splitter
 from purecompose.batch.examples import is_list, is_rows
 from purecompose.core.clock import Clock

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._support.checks import shown
 from purecompose._support.internals import has_values
 from purecompose._support.messages import warn
+from purecompose._support.specs import shown
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.calls import Marks, Named, watched
 from purecompose.core.loss import changed_constant, constants_of

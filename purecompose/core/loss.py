@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from purecompose import losses
-from purecompose._support.checks import shown
 from purecompose._support.objects import Place, attributes, check_hidden, fingerprint, reached
+from purecompose._support.specs import shown
 from purecompose.nn.model import Model, Parts, from_module
 from purecompose.schedule import Hparam, Product, Scalar, Schedule
 

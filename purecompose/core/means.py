@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
-from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
 from purecompose._support.internals import has_values, is_any, is_fake, is_transforming
+from purecompose._support.specs import shown
 from purecompose.core.gradient import value_and_grads
 from purecompose.core.operation import Carry, Purpose
 from purecompose.core.ranks import SharedPart

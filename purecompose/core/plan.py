@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from purecompose._support.tables import columns, fragment, note, table
+from purecompose._support.messages import columns, fragment, note, table
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.context import describe_replaced, listed
 from purecompose.core.loop import loop_events

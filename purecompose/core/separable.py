@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
-from purecompose._support.checks import shown
 from purecompose._support.internals import has_values, is_transforming
 from purecompose._support.messages import warn
+from purecompose._support.specs import shown
 from purecompose.core.context import Cut
 from purecompose.core.halves import (
     Comparison,

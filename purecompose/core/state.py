@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import PRECISIONS
+from purecompose._support.specs import shown, suggests_keywords
 from purecompose.core.calls import per_example, rng_of_turn, run_loss, run_model
 from purecompose.core.context import Context, Splitter, Static, describe_moment, state_as_html
 from purecompose.core.loss import joined, scalars_of

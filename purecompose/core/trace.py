@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.tables import columns, fragment, note, table
+from purecompose._support.messages import columns, fragment, note, table
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
 from purecompose.core.state import State

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
-from purecompose._support.checks import shown
 from purecompose._support.exports import instead
+from purecompose._support.specs import shown
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
 from purecompose.core.ranks import Ranks, Sharing

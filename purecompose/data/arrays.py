@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.checks import check_whole, shown, suggests_keywords
-from purecompose.data.seeding import epoch_order
+from purecompose._support.specs import check_whole, shown, suggests_keywords
+from purecompose.data.position import epoch_order
 from purecompose.random import Rng, key as make_key, permutation, salt
 from purecompose.random.keys import as_rng
 

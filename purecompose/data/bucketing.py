@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from purecompose._support.checks import check_number, check_whole, shown, suggests_keywords
+from purecompose._support.specs import check_number, check_whole, shown, suggests_keywords
 from purecompose.random import Rng, fold_in, permutation, salt
 
 

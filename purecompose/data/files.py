@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number, check_whole, shown
+from purecompose._support.specs import check_number, check_whole, shown
 from purecompose.data.arrays import described, split
 
 

@@ -28,13 +28,22 @@ from torch.utils.data import (
     default_collate,
 )
 
-from purecompose._support.checks import is_callable_with, shown
 from purecompose._support.objects import fingerprint
+from purecompose._support.specs import is_callable_with, shown
 from purecompose.batch import tensors
 from purecompose.data.map_style import read_columns, reads_whole_batches
-from purecompose.data.position import PositionedBatches, has_shuffle_buffer, position_holder
+from purecompose.data.position import (
+    PositionedBatches,
+    Stream,
+    epoch_seed,
+    has_shuffle_buffer,
+    kept_globals,
+    load_numpy,
+    position_holder,
+    seed_globals,
+    seed_words,
+)
 from purecompose.data.reader import Reader, naming
-from purecompose.data.seeding import Stream, epoch_seed, kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.errors import SkippingWarning
 from purecompose.random import fold_in, salt
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from purecompose._support.checks import check_flag, check_whole, is_callable_with, shown, suggests_keywords
 from purecompose._support.contexts import NOTHING
+from purecompose._support.specs import check_flag, check_whole, is_callable_with, shown, suggests_keywords
 from purecompose.data.bucketing import Buckets
+from purecompose.data.position import SEED_WORDS, epoch_order, kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.data.reader import Reader, SharedReader, naming
-from purecompose.data.seeding import SEED_WORDS, epoch_order, kept_globals, load_numpy, seed_globals, seed_words
 from purecompose.random import Rng, fold_in, salt
 from purecompose.random.keys import as_rng
 

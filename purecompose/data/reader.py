@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from purecompose import batch as batches, tree
-from purecompose._support.checks import check_whole, shown
+from purecompose._support.specs import check_whole, shown
 
 
 class Reader:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches
-from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
 from purecompose._support.internals import without_modes
+from purecompose._support.specs import shown
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.functions import mean_of, reduced
 from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype

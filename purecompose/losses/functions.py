@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose._support.checks import check_number, check_whole, suggests_keywords
 from purecompose._support.device import constants
+from purecompose._support.specs import check_number, check_whole, suggests_keywords
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_whole
 from purecompose._support.internals import has_values, is_transforming
+from purecompose._support.specs import check_whole
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets
 from purecompose.losses.terms import ignore_index_of

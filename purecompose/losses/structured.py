@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_flag, check_number, is_number, shown
 from purecompose._support.internals import is_transforming
+from purecompose._support.specs import check_flag, check_number, is_number, shown
 from purecompose.losses.functions import cross_entropy, mean_of, reduced
 from purecompose.losses.targets import Mixture, wide_dtype
 from purecompose.losses.terms import counter_of, ignore_index_of

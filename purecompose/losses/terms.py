@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from purecompose._support.checks import shown
 from purecompose._support.device import as_scalar
+from purecompose._support.specs import shown
 from purecompose.losses.from_model import ModelLoss
 from purecompose.losses.functions import CrossEntropy
 from purecompose.losses.targets import Mixture, num_examples as count_examples, per_row, wide_dtype

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from purecompose._support.checks import shown
 from purecompose._support.messages import warn
 from purecompose._support.objects import check_hidden, fingerprint
+from purecompose._support.specs import shown
 from purecompose.nn import splitting
 from purecompose.nn.skeleton import Skeleton
 from purecompose.nn.splitting import Member, Sharing, places
@@ -192,7 +192,7 @@ def from_module(
         skeleton = copy.deepcopy(module, memo)
         for child in skeleton.modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-                child.sparse = False  # `purecompose.optim.rows` says how tables are updated instead
+                child.sparse = False  # `purecompose.optim.lists` says how tables are updated instead
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be deep-copied: {error}") from error
     splitting.check_hidden(module, memo, twins)

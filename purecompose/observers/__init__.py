@@ -6,6 +6,7 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
 """
 
 from purecompose._support.exports import publish
+from purecompose.observers.diagnosis import NaNs as NaNs, Profile as Profile
 from purecompose.observers.monitors import (
     image_samples as image_samples,
     learning_rate as learning_rate,
@@ -14,8 +15,6 @@ from purecompose.observers.monitors import (
     text_samples as text_samples,
     updates as updates,
 )
-from purecompose.observers.nans import NaNs as NaNs
-from purecompose.observers.profile import Profile as Profile
 from purecompose.observers.progress import Progress as Progress, Stopwatch as Stopwatch
 from purecompose.observers.recorder import (
     History as History,

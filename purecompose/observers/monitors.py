@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_whole, is_number, shown, suggests_keywords
+from purecompose._support.specs import check_whole, is_number, shown, suggests_keywords
 from purecompose.core.state import State
 from purecompose.observers.progress import Pace, Stopwatch
 from purecompose.observers.recorder import Due, Image, Monitor, batch_before

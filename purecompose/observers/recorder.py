@@ -15,10 +15,9 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number, check_whole, is_callable_with, is_number, shown
 from purecompose._support.exports import instead
-from purecompose._support.messages import warn
-from purecompose._support.tables import columns, fragment
+from purecompose._support.messages import columns, fragment, warn
+from purecompose._support.specs import check_number, check_whole, is_callable_with, is_number, shown
 from purecompose.core.state import State
 from purecompose.time import TimeLike, Timestamp, TimeUnit
 from purecompose.time.event import Event

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from purecompose._support.checks import shown
 from purecompose._support.files import from_json, opened, sync, to_json
+from purecompose._support.specs import shown
 from purecompose.observers.recorder import Image, Monitor, Recorder
 from purecompose.time import TimeLike
 

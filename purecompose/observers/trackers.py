@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from purecompose._support.checks import shown
+from purecompose._support.specs import shown
 from purecompose.observers.recorder import Image, Recorder
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from purecompose._support.checks import suggests_keywords
 from purecompose._support.internals import is_fake
+from purecompose._support.specs import suggests_keywords
 from purecompose.optim.base import (
     Betas,
     ByGroup,

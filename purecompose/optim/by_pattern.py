@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from purecompose._support.checks import shown, suggests_keywords
+from purecompose._support.specs import shown, suggests_keywords
 from purecompose.optim.base import Rate, can_move, match_or_raise
 from purecompose.optim.protocol import Optimizer, OptState, Value, check_optimizer
 from purecompose.schedule import number

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from purecompose import tree
-from purecompose._support.checks import frozen, shown
 from purecompose._support.internals import is_fake, is_transforming, plainly
+from purecompose._support.specs import frozen, shown
 from purecompose.optim.base import ByGroup, Groups, checked_groups
 from purecompose.optim.protocol import OptState, Value
 from purecompose.schedule import Hparam, Product, Schedule, number

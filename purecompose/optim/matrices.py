@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import shown, suggests_keywords
+from purecompose._support.specs import shown, suggests_keywords
 from purecompose.optim.base import ByGroup, Constant, GivenGroups, Rate, as_float, decayed, read, wide_dtype
 from purecompose.optim.lists import add, increment, lerp, mean_squares, multiply, unbound
 from purecompose.optim.protocol import OptState, Value

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.checks import shown
 from purecompose._support.objects import check_hidden
+from purecompose._support.specs import shown
 from purecompose.schedule import Scalar, number
 
 

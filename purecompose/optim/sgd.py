@@ -8,12 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import suggests_keywords
+from purecompose._support.specs import suggests_keywords
 from purecompose.optim.adam import correction
 from purecompose.optim.base import Betas, ByGroup, Constant, Decay, GivenGroups, Rate, decayed, read, wide_dtype
-from purecompose.optim.lists import add, divide, increment, lerp, multiply, root_plus, sign, unbound
+from purecompose.optim.lists import (
+    Lists,
+    add,
+    divide,
+    increment,
+    lerp,
+    moved,
+    multiply,
+    root_plus,
+    sign,
+    tables_apart,
+    unbound,
+)
 from purecompose.optim.protocol import Value
-from purecompose.optim.rows import Lists, moved, tables_apart
 from purecompose.schedule import Scalar
 
 

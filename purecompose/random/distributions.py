@@ -14,8 +14,8 @@ import struct
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number
 from purecompose._support.internals import is_readable
+from purecompose._support.specs import check_number
 from purecompose.random.draws import Shape, box_muller, check_float, element_bits, open_unit
 from purecompose.random.keys import Rng
 from purecompose.random.philox import WORD

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import shown
 from purecompose._support.device import constants
+from purecompose._support.specs import shown
 from purecompose.random.keys import Rng, as_rng, key as key
 from purecompose.random.philox import PRECISION, WORD, numbers
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from purecompose._support.checks import check_whole, shown
+from purecompose._support.specs import check_whole, shown
 from purecompose.random.philox import WORD, folded
 
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from purecompose._support.checks import check_flag, shown
 from purecompose._support.device import processor
 from purecompose._support.messages import escaped, is_remote, warn, with_urls
+from purecompose._support.specs import check_flag, shown
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.observers import Records, Stopwatch, learning_rate, memory, read_records, speed
+from purecompose.records.contents import Predictions
 from purecompose.records.layout import (
     CHECKPOINTS,
     COMMAND,
@@ -49,7 +50,6 @@ from purecompose.records.layout import (
     write_json,
     write_text,
 )
-from purecompose.records.predictions import Predictions
 from purecompose.records.report import write_report
 from purecompose.run.evaluation import Observer
 from purecompose.run.saving.comparison import describe, environment

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.checks import shown
 from purecompose._support.files import from_json, read_whole, to_json
+from purecompose._support.specs import shown
 from purecompose.observers import read_records
 from purecompose.run.saving.folder import CHECKPOINTS as CHECKPOINTS, all_in, written
 

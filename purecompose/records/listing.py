@@ -10,8 +10,8 @@ from typing import Any
 
 from purecompose import metrics, optim, schedule
 from purecompose._support import specs
+from purecompose.records.contents import evaluation_columns, places
 from purecompose.records.layout import CONFIG, FINISHED, HISTORY, RUNNING, RunRecords, flat, read_run
-from purecompose.records.series import evaluation_columns, places
 from purecompose.time import Time, TimeUnit
 
 

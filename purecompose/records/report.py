@@ -18,21 +18,21 @@ import torch
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from markupsafe import Markup
 
-from purecompose._support.tables import Toned, breakable, columns, printable
+from purecompose._support.messages import Toned, breakable, columns, printable
 from purecompose.observers.progress import describe_seconds
-from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, runs_of, write_text
-from purecompose.records.listing import differing, status_of
-from purecompose.records.predictions import Predictions
-from purecompose.records.series import (
+from purecompose.records.contents import (
     AXES,
     SMOOTHED_FROM,
     Panel,
+    Predictions,
     Series,
     evaluation_columns,
     names_of,
     panels_of,
     places,
 )
+from purecompose.records.layout import FINISHED, RUNNING, RunRecords, Start, flat, runs_of, write_text
+from purecompose.records.listing import differing, status_of
 
 
 _KNOWN = ("metrics", "batches", "epochs", "samples", "tokens", "seconds", "evaluation_seconds")

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from purecompose._support.checks import check_keywords
 from purecompose._support.messages import naming_urls, warn
+from purecompose._support.specs import check_keywords
 from purecompose.core.application import with_updates
 from purecompose.core.compose import Step
 from purecompose.core.state import State

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import check_number, suggests_keywords
+from purecompose._support.specs import check_number, suggests_keywords
 from purecompose.core.state import State
 from purecompose.metrics import is_lower_better
 from purecompose.time import Time, TimeUnit

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from purecompose._support.checks import check_keywords, suggests_keywords
+from purecompose._support.specs import check_keywords, suggests_keywords
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from purecompose._support.checks import check_number, suggests_keywords
+from purecompose._support.specs import check_number, suggests_keywords
 from purecompose.schedule.scalar import Schedule, made
 from purecompose.schedule.shape import Curve, Moment, Shape, checked_time
 from purecompose.time import Time, TimeLike

@@ -34,8 +34,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union,
 from torch import Tensor, nn
 
 from purecompose import tree
-from purecompose._support.checks import check_flag, check_number, check_whole, is_number, shown, suggests_keywords
 from purecompose._support.other_names import instead_of_setting
+from purecompose._support.specs import check_flag, check_number, check_whole, is_number, shown, suggests_keywords
 from purecompose.schedule.scalar import Hparam, Product, Scalar, Schedule, factors_of, known_part, not_a_scalar
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from purecompose._support.checks import check_number, frozen, is_number, shown, suggests_keywords
+from purecompose._support.specs import check_number, frozen, is_number, shown, suggests_keywords
 from purecompose.schedule.curves import half_cosine
 from purecompose.schedule.scalar import Product, Scalar, Schedule, collect, made
 from purecompose.schedule.shape import Curve, Moment, Shape, checked_time

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from purecompose._support.checks import check_flag, check_number, is_number, shown
+from purecompose._support.specs import check_flag, check_number, is_number, shown
 from purecompose.schedule.shape import Shape, stretched
 from purecompose.time import Time, Timestamp
 

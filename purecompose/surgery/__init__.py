@@ -23,8 +23,8 @@ from purecompose.surgery.operation import (
     Site as Site,
     operate as operate,
 )
-from purecompose.surgery.summary import summary as summary
 from purecompose.surgery.weights import (
+    summary as summary,
     to_module as to_module,
     with_statistics as with_statistics,
     with_weights as with_weights,

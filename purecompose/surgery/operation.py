@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from purecompose import random
-from purecompose._support.checks import shown
 from purecompose._support.contexts import WriteGuard, memory_of
 from purecompose._support.device import building
 from purecompose._support.messages import warn
+from purecompose._support.specs import shown
 from purecompose.core.state import State
 from purecompose.nn.model import from_module
 from purecompose.nn.splitting import OWN, places

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support import specs
-from purecompose._support.checks import shown
+from purecompose._support.specs import shown
 from purecompose.algorithms import BY_NAME, named
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose

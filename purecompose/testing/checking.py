@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from purecompose import optim
-from purecompose._support.checks import check_whole
-from purecompose._support.specs import did_you_mean
+from purecompose._support.specs import check_whole, did_you_mean
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.separable import check_outputs
 from purecompose.core.state import State

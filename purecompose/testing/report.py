@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from purecompose._support.tables import fragment, preformatted, table, terminal_width
+from purecompose._support.messages import fragment, preformatted, table, terminal_width
 from purecompose.testing.law import Row, labelled
 
 

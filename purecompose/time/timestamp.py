@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
-from purecompose._support.checks import check_whole
+from purecompose._support.specs import check_whole
 from purecompose.time.units import Time, TimeLike, TimeUnit, named_time, snapped
 
 

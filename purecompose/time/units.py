@@ -11,7 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeAlias
 
-from purecompose._support.checks import check_number, check_whole, is_number
+from purecompose._support.specs import check_number, check_whole, is_number
 
 
 _CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\s*", re.IGNORECASE | re.ASCII)

@@ -17,19 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
-from purecompose._support.checks import shown
 from purecompose._support.shards import is_shard
-from purecompose.combinations import unsupported
-from purecompose.core.again import repeatable
+from purecompose._support.specs import shown
 from purecompose.core.compose import Step
 from purecompose.core.means import denominators, part_of
 from purecompose.core.operation import SINGLE, Carry, Lowered, Operation, Place, Purpose, walk
 from purecompose.core.program import Program, matching_params
 from purecompose.core.ranks import Ranks, Share, SharedPart
+from purecompose.core.repeated import SealedOutputs, repeatable
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.separable import Check
-from purecompose.core.slices import SealedOutputs
 from purecompose.core.state import State
+from purecompose.errors import unsupported
 from purecompose.transforms.gathering import Placing, by_layer
 from purecompose.transforms.rank_results import (
     SumGradients,

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from purecompose import tree
 from purecompose._support import shards
-from purecompose._support.checks import shown
 from purecompose._support.device import building
-from purecompose.combinations import unsupported
+from purecompose._support.specs import shown
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.operation import SINGLE, walk
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Microbatches
 from purecompose.core.state import State
+from purecompose.errors import unsupported
 from purecompose.random.keys import as_rng, fold_in, key as key_of
 from purecompose.transforms.data_parallel import shared_program
 from purecompose.transforms.gathering import Placing

@@ -9,7 +9,7 @@ import torch
 
 import purecompose as pc
 from purecompose import functional
-from purecompose._support.checks import (
+from purecompose._support.specs import (
     check_flag,
     check_keywords,
     check_number,

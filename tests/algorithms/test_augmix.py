@@ -8,8 +8,8 @@ from torch import nn
 from purecompose import State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import augmix
 from purecompose.algorithms._image_operations import _chains
-from purecompose.algorithms._parts.images import one_operation_each
 from purecompose.algorithms.images import SETS, Primitive, Scale
+from purecompose.algorithms.images.batches import one_operation_each
 from purecompose.functional import augmix_batch
 from purecompose.schedule import linear
 from tests.algorithms.method_helpers import make_images

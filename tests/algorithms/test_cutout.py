@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from purecompose import State, compose, loop_events, losses, optim, random, tree
 from purecompose.algorithms import cutout
-from purecompose.algorithms.images.levels import whole_part
+from purecompose.algorithms.images.samples import whole_part
 from purecompose.functional import cutout_batch
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event

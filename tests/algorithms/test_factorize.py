@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 import purecompose as pc
 from purecompose import State, compose, loop_events
 from purecompose.algorithms import factorize
-from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear, max_latent, split_weight
+from purecompose.nn.layers.replacing import FactorizedConv2d, FactorizedLinear, max_latent, split_weight
 from tests.algorithms.surgery_checks import applied, check_keeps_all, trained
 
 

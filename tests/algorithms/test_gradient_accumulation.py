@@ -12,7 +12,7 @@ import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim, tree
 from purecompose.algorithms._around_updates import sam
 from purecompose.algorithms._batch_sizes import AccumulatedGradients, gradient_accumulation
-from purecompose.algorithms._gradient_clipping import gradient_clipping
+from purecompose.algorithms._optimizer_settings import gradient_clipping
 from purecompose.core.scopes import Grad
 from purecompose.loop import advance, update
 from tests.algorithms import method_helpers as helpers

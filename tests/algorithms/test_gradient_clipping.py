@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, compose, hparam, loop_events, tree
-from purecompose.algorithms._gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value, gradient_clipping
+from purecompose.algorithms._optimizer_settings import clip_adaptively, clip_by_norm, clip_by_value, gradient_clipping
 from tests.algorithms import method_helpers as helpers
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import Algorithm, State, compose, loop_events, losses, optim, tree
 from purecompose.algorithms._around_updates import sam
-from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._measurements import NoiseScale, critical_batch_size, estimate_noise, gradient_noise_scale
+from purecompose.algorithms._optimizer_settings import gradient_clipping
 from purecompose.algorithms._overflow import loss_scaling
 from purecompose.algorithms._per_example_clipping import per_example_clipping
 from purecompose.testing.tasks import make_task

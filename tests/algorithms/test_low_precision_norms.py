@@ -12,7 +12,7 @@ import purecompose as pc
 from purecompose import State, compose, loop_events
 from purecompose._support.device import AUTOCAST
 from purecompose.algorithms import fused_layernorm, low_precision_groupnorm, low_precision_layernorm
-from purecompose.nn.layers.norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm
+from purecompose.nn.layers.replacing import LowPrecisionGroupNorm, LowPrecisionLayerNorm
 
 
 METHODS = {

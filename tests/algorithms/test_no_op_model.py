@@ -10,7 +10,7 @@ from torch import nn
 import purecompose as pc
 from purecompose import State, compose, loop_events
 from purecompose.algorithms import loss_scaling, mixup, no_op_model
-from purecompose.algorithms._no_op_model import NoOpLoss
+from purecompose.algorithms._replacements import NoOpLoss
 from purecompose.cli import main
 from purecompose.optim.wrapping import Guarded
 from tests.helpers import assert_same

@@ -13,8 +13,8 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, tree
 from purecompose.algorithms._around_updates import sam
 from purecompose.algorithms._batch_sizes import gradient_accumulation
-from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._measurements import gradient_noise_scale
+from purecompose.algorithms._optimizer_settings import gradient_clipping
 from purecompose.algorithms._overflow import loss_scaling, skip_nonfinite
 from purecompose.algorithms._per_example_clipping import clip_per_example, norms_per_example, per_example_clipping
 from purecompose.algorithms._selective_backprop import selective_backprop

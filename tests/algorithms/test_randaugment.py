@@ -11,8 +11,8 @@ from torch import nn
 
 from purecompose import Algorithm, State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import colout, cutmix, images, randaugment
-from purecompose.algorithms._parts.images import one_operation_each
 from purecompose.algorithms.images import PRIMITIVES, SETS, Primitive, Strength
+from purecompose.algorithms.images.batches import one_operation_each
 from purecompose.functional import randaugment_batch
 from tests.algorithms.images.applying import applied
 from tests.algorithms.method_helpers import make_images

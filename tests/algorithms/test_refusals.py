@@ -11,7 +11,7 @@ from torch import nn
 
 from purecompose import algorithms as alg, functional, losses, optim, random
 from purecompose.algorithms import FACTORIES, images
-from purecompose.algorithms._parts.checks import (
+from purecompose.algorithms._parts import (
     checked_field,
     checked_patterns,
     checked_period,
@@ -21,7 +21,7 @@ from purecompose.algorithms._parts.checks import (
 from purecompose.algorithms.images import check_value_range
 from purecompose.algorithms.images.primitives import check_augmentation_set
 from purecompose.nn import layers, models
-from purecompose.nn.layers._forms import check_latent
+from purecompose.nn.layers.replacing import check_latent
 from purecompose.optim.base import checked_betas
 from purecompose.optim.matrices import _checked_coefficients, _checked_eps
 from purecompose.schedule import Hparam, hparam, linear

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, hparam, loop_events, optim, tree
 from purecompose.algorithms._around_updates import perturb_params, sam
-from purecompose.algorithms._gradient_clipping import gradient_clipping
+from purecompose.algorithms._optimizer_settings import gradient_clipping
 from purecompose.core.scopes import Grad
 from purecompose.loop import advance, update
 from tests.algorithms import method_helpers as helpers

@@ -8,7 +8,7 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
 from purecompose.algorithms._around_updates import sam
 from purecompose.algorithms._batch_sizes import gradient_accumulation
-from purecompose.algorithms._gradient_clipping import gradient_clipping
+from purecompose.algorithms._optimizer_settings import gradient_clipping
 from purecompose.algorithms._overflow import loss_scaling, skip_nonfinite
 from purecompose.optim.wrapping import Guarded
 from tests.algorithms import method_helpers as helpers

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 import purecompose as pc
 from purecompose import compose, fit, loop_events
 from purecompose.data import arrays, epoch_batches, loader
-from purecompose.data.seeding import kept_globals, seed_globals, seed_words
+from purecompose.data.position import kept_globals, seed_globals, seed_words
 from tests.helpers import assert_same, make_batch, make_state
 
 

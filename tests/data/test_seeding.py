@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from purecompose.data import arrays
-from purecompose.data.seeding import Stream, epoch_order, epoch_seed, kept_globals, load_numpy, seed_globals, seed_words
+from purecompose.data.position import (
+    Stream,
+    epoch_order,
+    epoch_seed,
+    kept_globals,
+    load_numpy,
+    seed_globals,
+    seed_words,
+)
 from purecompose.random import key
 
 

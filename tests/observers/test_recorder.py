@@ -258,7 +258,7 @@ def recorder(**options: Any) -> Recorder:
 def test_values_are_read_once_an_epoch(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], num_reads: int
 ) -> None:
-    monkeypatch.setattr("purecompose.observers.nans._SECONDS", math.inf)
+    monkeypatch.setattr("purecompose.observers.diagnosis._SECONDS", math.inf)
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_READS", math.inf)
     state, read = (
         make_state("60ba", optim.sgd(schedule.hparam("lr", 0.5) * schedule.linear())),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from purecompose._support.tables import breakable
+from purecompose._support.messages import breakable
 from purecompose.records import Predictions, RunRecords, write_report
 from purecompose.records.layout import Start
 from purecompose.records.report import Fact, facts_of, number

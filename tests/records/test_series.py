@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from purecompose.records import RunRecords
-from purecompose.records.series import names_of, panels_of, places
+from purecompose.records.contents import names_of, panels_of, places
 from tests.records.run_helpers import at, made_up
 
 

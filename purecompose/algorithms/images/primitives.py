@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose._support.checks import frozen
 from purecompose._support.internals import is_fake, only_maps
+from purecompose._support.specs import frozen
 from purecompose.losses.targets import per_row
 
 

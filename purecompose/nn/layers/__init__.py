@@ -15,8 +15,9 @@ from purecompose.nn.layers.convolutions import (
     standardized as standardized,
     standardized_conv as standardized_conv,
 )
-from purecompose.nn.layers.factorized import FactorizedConv2d as FactorizedConv2d, FactorizedLinear as FactorizedLinear
-from purecompose.nn.layers.norms import (
+from purecompose.nn.layers.replacing import (
+    FactorizedConv2d as FactorizedConv2d,
+    FactorizedLinear as FactorizedLinear,
     GhostBatchNorm as GhostBatchNorm,
     LowPrecisionGroupNorm as LowPrecisionGroupNorm,
     LowPrecisionLayerNorm as LowPrecisionLayerNorm,

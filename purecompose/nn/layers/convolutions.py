@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_flag, check_whole, shown, suggests_keywords
-from purecompose.nn.layers._forms import Wrapping, check_latent, is_plain, latent_size, recast
+from purecompose._support.specs import check_flag, check_whole, shown, suggests_keywords
+from purecompose.nn.layers.replacing import Wrapping, check_latent, is_plain, latent_size, recast
 
 
 Pair = int | Sequence[int]

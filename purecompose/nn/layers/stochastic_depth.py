@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_number, shown
-from purecompose.nn.layers._forms import has_hooks
+from purecompose._support.specs import check_number, shown
+from purecompose.nn.layers.replacing import has_hooks
 
 
 # The branches of torchvision's residual networks, and of others with the same names.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from purecompose._support.checks import check_number, check_whole, suggests_keywords
+from purecompose._support.specs import check_number, check_whole, suggests_keywords
 
 
 class SelfAttention(nn.Module):

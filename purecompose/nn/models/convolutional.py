@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from purecompose._support.checks import shown
+from purecompose._support.specs import shown
 from purecompose.schedule.declared import Within, checked
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from purecompose._support.checks import shown
+from purecompose._support.specs import shown
 from purecompose.nn.layers.transformer import FeedForward, PositionEmbedding, SelfAttention
 from purecompose.nn.models.convolutional import Dropout, Size
 from purecompose.schedule.declared import checked

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from purecompose._support.checks import check_flag, check_whole, suggests_keywords
 from purecompose._support.messages import is_remote
+from purecompose._support.specs import check_flag, check_whole, suggests_keywords
 from purecompose.run.rules import rating_of
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.files import DECIDES

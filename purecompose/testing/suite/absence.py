@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from purecompose.algorithms import sometimes
-from purecompose.core.again import Again
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
+from purecompose.core.repeated import Again
 from purecompose.core.state import State
 from purecompose.errors import FormError
 from purecompose.random import Rng, draws as sources, salt

@@ -24,12 +24,11 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized, can_
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_leaves
 
-from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose._support.device import keep_freed_memory, return_freed_memory
-from purecompose.combinations import unsupported
+from purecompose._support.specs import check_flag, check_whole, shown
 from purecompose.core.compose import Step
 from purecompose.core.program import events_in
-from purecompose.errors import TraceError
+from purecompose.errors import TraceError, unsupported
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.compilation import gpu
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from purecompose._support.tables import table
+from purecompose._support.messages import table
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import Lowered, Node

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.optim.rows import formula
+from purecompose.optim.lists import formula
 from purecompose.random.philox import emulated, has_kernels
 
 

@@ -6,10 +6,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._support.checks import shown, suggests_keywords
 from purecompose._support.device import arithmetic
 from purecompose._support.internals import called_by_dynamo, get_eval_frame_callback, is_transforming, without_dynamo
 from purecompose._support.messages import warn
+from purecompose._support.specs import shown, suggests_keywords
 from purecompose.core.compose import WHY_UNTRACED, Prepared, Step
 from purecompose.core.context import Context
 from purecompose.core.separable import is_due

@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from purecompose import random
-from purecompose.algorithms._parts.images import assigned, treated
+from purecompose.algorithms.images.batches import assigned, treated
 
 
 def rng(seed: int) -> random.Rng:

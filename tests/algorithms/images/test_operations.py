@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from purecompose.algorithms.images.levels import check_image_tensor, whole_part
+from purecompose.algorithms.images.samples import check_image_tensor, whole_part
 from purecompose.functional import randaugment_batch
 from purecompose.random import key
 from tests.algorithms.images.applying import applied

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose._support.checks import shown
 from purecompose._support.messages import warn
-from purecompose.algorithms._parts.checks import chosen_fields
+from purecompose._support.specs import shown
+from purecompose.algorithms._parts import chosen_fields
 from purecompose.algorithms.images import Primitive, Scale, Strength, chosen_primitives
-from purecompose.algorithms.images.levels import can_read, is_traced
+from purecompose.algorithms.images.samples import can_read, is_traced
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.schedule.declared import Within
