@@ -1,6 +1,6 @@
 """Do the tests notice mistakes in the library's own code, and which tests notice what no other does?
 
-    python benchmarks/mutation.py purecompose/core/slices.py --tests tests/core [--num 20] [--workers 2]
+    python benchmarks/mutation.py purecompose/core/repeated.py --tests tests/core [--num 20] [--workers 2]
 
 Each mutant changes one place of a module in a copy of the repository: a comparison, a boolean or arithmetic operator, a
 number, a negated condition, or a statement that is left out. The tests run on each. Printed are the mutants that
