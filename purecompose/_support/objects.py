@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from purecompose._support.shards import local
+from purecompose._support.device import local
 
 
 class Place(NamedTuple):

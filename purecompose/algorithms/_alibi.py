@@ -19,9 +19,8 @@ from purecompose.nn.layers.replacing import has_hooks
 from purecompose.nn.layers.transformer import AlibiAttention, NoPositions, PositionEmbedding, SelfAttention, alibi_bias
 from purecompose.schedule.declared import Within
 from purecompose.surgery.operation import left_alone
-from purecompose.time.event import Event
+from purecompose.time.event import Event, snapped
 from purecompose.time.predicates import on
-from purecompose.time.units import snapped
 
 
 _GPT2, _BERT, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "roberta"))

@@ -22,9 +22,8 @@ from purecompose.schedule.declared import Within, checked
 from purecompose.schedule.scalar import factors_of, known_part
 from purecompose.surgery.weights import Averages, statistics_of, with_batch, with_weights
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit, predicates
-from purecompose.time.event import Event
+from purecompose.time.event import Event, named_time
 from purecompose.time.predicates import after, first_turn, on, through
-from purecompose.time.units import named_time
 
 
 @checked

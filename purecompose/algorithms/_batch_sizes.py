@@ -19,9 +19,8 @@ from purecompose.optim.base import match_or_raise, matched
 from purecompose.optim.wrapping import Guarded, all_finite, chosen
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide
-from purecompose.time.event import Event
+from purecompose.time.event import Event, snapped
 from purecompose.time.predicates import NEVER, Moment, Timed, before, every, on
-from purecompose.time.units import snapped
 
 
 class AccumulatedGradients(NamedTuple):

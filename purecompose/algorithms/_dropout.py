@@ -17,9 +17,8 @@ from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar, Schedule, collect, linear
 from purecompose.schedule.declared import Within, checked
 from purecompose.time import Time, TimeLike, TimeUnit
-from purecompose.time.event import Event
+from purecompose.time.event import Event, named_point
 from purecompose.time.predicates import NEVER, on
-from purecompose.time.units import named_point
 
 
 Method = Literal["block", "sample"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from purecompose import random, tree
+from purecompose._support.device import laid_as, whole
 from purecompose._support.messages import warn
-from purecompose._support.shards import laid_as, whole
 from purecompose._support.specs import shown
 from purecompose.algorithms._parts import Where, warn_of_nothing
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -21,9 +21,8 @@ from purecompose.nn.layers.replacing import is_plain, is_tied
 from purecompose.optim.base import match_or_raise, matched
 from purecompose.schedule.declared import Within, checked
 from purecompose.time import Time, TimeLike
-from purecompose.time.event import Event
+from purecompose.time.event import Event, named_point
 from purecompose.time.predicates import before, on
-from purecompose.time.units import named_point
 
 
 @factory

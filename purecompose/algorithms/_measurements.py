@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._support.device import as_scalar
-from purecompose._support.shards import whole
+from purecompose._support.device import as_scalar, whole
 from purecompose.algorithms._per_example_clipping import gradient_of_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms, targets_of_metric
@@ -17,9 +16,8 @@ from purecompose.metrics import GivenMetrics, Metric, as_metrics, counting, of_l
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide
 from purecompose.time import Time, TimeUnit
-from purecompose.time.event import Event
+from purecompose.time.event import Event, named_time
 from purecompose.time.predicates import NEVER, on
-from purecompose.time.units import named_time
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:

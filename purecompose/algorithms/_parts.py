@@ -24,10 +24,9 @@ from purecompose.random.keys import as_rng
 from purecompose.schedule.declared import Within
 from purecompose.surgery.weights import to_module
 from purecompose.time import Time, TimeLike, TimeUnit
-from purecompose.time.event import Event
+from purecompose.time.event import Event, named_point
 from purecompose.time.predicates import NEVER, on
 from purecompose.time.timestamp import checked_interval
-from purecompose.time.units import named_point
 
 
 def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from purecompose import batch as batches, random, tree
-from purecompose._support.shards import divided, place_of, whole
+from purecompose._support.device import divided, place_of, whole
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State

@@ -16,9 +16,8 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.schedule.declared import Within, checked
-from purecompose.time.event import Event
+from purecompose.time.event import Event, snapped
 from purecompose.time.predicates import NEVER, before, on
-from purecompose.time.units import snapped
 
 
 _LEAST_SCALE = 1e-9  # used for scale 0, which resize_batch rejects; gives the smallest size

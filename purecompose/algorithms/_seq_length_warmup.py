@@ -14,9 +14,8 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule.declared import Within, checked
 from purecompose.time import Time, TimeUnit
-from purecompose.time.event import Event
+from purecompose.time.event import Event, snapped
 from purecompose.time.predicates import NEVER, on
-from purecompose.time.units import snapped
 
 
 Duration: TypeAlias = Annotated[float, Within(0, 1, hint="it is the warm-up's share of the run")]

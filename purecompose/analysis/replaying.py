@@ -30,8 +30,7 @@ from purecompose.run.saving.files import time_from_plain
 from purecompose.run.saving.folder import CHECKPOINTS, Found, all_in
 from purecompose.run.saving.leaves import POSITION
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
-from purecompose.time.event import Event
-from purecompose.time.units import named_time
+from purecompose.time.event import Event, named_time
 from purecompose.transforms.compilation import CompiledStep
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._support.device import whole
 from purecompose._support.messages import table
-from purecompose._support.shards import whole
 from purecompose._support.specs import check_flag, check_number, is_callable_with, shown
 from purecompose.analysis.replaying import RecordedRun, checkpoints_in, point, states_from
 from purecompose.core.state import State

@@ -17,8 +17,18 @@ from purecompose.algorithms import BY_NAME
 from purecompose.analysis import RecordedRun, predicates
 from purecompose.analysis.proposing import proposed
 from purecompose.analysis.sweeping import with_named_rate
-from purecompose.cli.options import Folder, Number, Run, Shown, Time, UsageError, one_line, reported_as
-from purecompose.cli.own import imported, is_own
+from purecompose.cli.options import (
+    Folder,
+    Number,
+    Run,
+    Shown,
+    Time,
+    UsageError,
+    imported,
+    is_own,
+    one_line,
+    reported_as,
+)
 from purecompose.cli.parts import check
 from purecompose.cli.results import KeptRun
 from purecompose.cli.settings import Given, Settings, meant_setting

@@ -13,8 +13,7 @@ from purecompose import schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
 from purecompose._support.specs import check_number, check_whole
-from purecompose.cli.options import option_of, reported_as
-from purecompose.cli.own import ALGORITHMS, imported, is_own
+from purecompose.cli.options import ALGORITHMS, imported, is_own, option_of, reported_as
 from purecompose.cli.settings import LOSSES, OPTIMIZERS, SCHEDULES, Settings, with_arguments
 from purecompose.core.algorithm import Algorithm
 from purecompose.nn import models

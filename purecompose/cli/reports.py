@@ -29,10 +29,10 @@ from purecompose.cli.options import (
     Time,
     UsageError,
     check_target,
+    imported,
     one_line,
     reported_as,
 )
-from purecompose.cli.own import imported
 from purecompose.cli.results import KeptRun, Which, at_checkpoint, predictions_of
 from purecompose.cli.settings import Given, settings_of
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare

@@ -17,8 +17,7 @@ from torch import Tensor
 from purecompose import batch as batches, metrics, saving
 from purecompose._support.messages import is_remote, say, with_urls
 from purecompose._support.specs import did_you_mean
-from purecompose.cli.options import File, Run, Shown, UsageError, check_target, reported_as
-from purecompose.cli.own import allowed_by
+from purecompose.cli.options import File, Run, Shown, UsageError, allowed_by, check_target, reported_as
 from purecompose.cli.settings import Settings, settings_of
 from purecompose.cli.setup import Data, Kind, Setup, arithmetic_of, completed, prepare
 from purecompose.core.compose import Step

@@ -25,12 +25,12 @@ from purecompose.cli.options import (
     Shown,
     Time,
     UsageError,
+    allowed_by,
     one_line,
     option_of,
     parts_of,
     reported_as,
 )
-from purecompose.cli.own import allowed_by
 from purecompose.nn.models import MODELS, check_options
 
 

@@ -15,8 +15,7 @@ from purecompose import data as datasets, metrics
 from purecompose._support import specs
 from purecompose._support.device import building
 from purecompose.algorithms import scale_schedule
-from purecompose.cli.options import UsageError, reported_as
-from purecompose.cli.own import ALGORITHMS, check_imports, imported, is_own
+from purecompose.cli.options import ALGORITHMS, UsageError, check_imports, imported, is_own, reported_as
 from purecompose.cli.parts import (
     algorithms_of,
     check,

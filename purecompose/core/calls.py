@@ -16,14 +16,13 @@ from torch import Tensor
 
 from purecompose import batch as batches, random, tree
 from purecompose._support.contexts import NOTHING, storage_of
-from purecompose._support.device import as_scalar
+from purecompose._support.device import as_scalar, local
 from purecompose._support.internals import has_values, plainly, unwrapped
 from purecompose._support.objects import fingerprint
-from purecompose._support.shards import local
 from purecompose._support.specs import shown
 from purecompose.batch.examples import leading_sizes
 from purecompose.batch.fields import aliases, tensors
-from purecompose.core.loss import with_scalars
+from purecompose.core.clock import with_scalars
 from purecompose.core.ranks import Ranks, SharedPart
 from purecompose.core.values import Values
 from purecompose.errors import GlobalDrawError, InPlaceError

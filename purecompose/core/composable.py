@@ -9,10 +9,9 @@ from purecompose._support.objects import check_hidden
 from purecompose._support.specs import shown
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.context import Cut, Layout
-from purecompose.core.loop import advance, loop_events
+from purecompose.core.loop import advance, lacking_events, loop_events
 from purecompose.core.operation import Carry, Node, Operation, Purpose, walk
 from purecompose.core.passes import Pass, order_by_constraints
-from purecompose.core.plan import lacking_events
 from purecompose.core.program import Program, Stage, StateFn, Update, as_nodes, events_in
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Scope

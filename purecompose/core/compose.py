@@ -19,7 +19,7 @@ from purecompose._support.specs import suggests_keywords
 from purecompose.batch.fields import aliases
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.application import Matcher, Outside, application
-from purecompose.core.clock import Clock
+from purecompose.core.clock import Clock, Constant, check_constants, constants_of
 from purecompose.core.composable import (
     as_algorithms,
     as_passes,
@@ -38,11 +38,9 @@ from purecompose.core.composable import (
 from purecompose.core.context import Context, Cut, SealedTime, Static, describe_moment
 from purecompose.core.contract import Contract, Observe
 from purecompose.core.gradient import wants_outer_gradient
-from purecompose.core.loop import advance
-from purecompose.core.loss import Constant, check_constants, constants_of
+from purecompose.core.loop import Plan, advance, make_plan
 from purecompose.core.operation import SINGLE, Carry, Lowered, Members, Node, Operation, Place, Purpose, walk
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes
-from purecompose.core.plan import Plan, make_plan
 from purecompose.core.program import Program, StateFn, Update, events_in
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Scope

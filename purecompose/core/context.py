@@ -20,8 +20,7 @@ from purecompose._support.objects import fingerprint, in_words
 from purecompose._support.specs import check_whole, shown
 from purecompose.batch import Splitter
 from purecompose.batch.examples import is_list, is_rows
-from purecompose.core.clock import Clock
-from purecompose.core.loss import scalars_of
+from purecompose.core.clock import Clock, scalars_of
 from purecompose.losses import ModelLoss
 from purecompose.losses.evaluation import without_weights
 from purecompose.nn.model import Model

@@ -11,7 +11,7 @@ from purecompose._support.messages import warn
 from purecompose._support.specs import shown
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.calls import Marks, Named, watched
-from purecompose.core.loss import changed_constant, constants_of
+from purecompose.core.clock import changed_constant, constants_of
 from purecompose.core.state import State
 from purecompose.core.values import fields_where
 from purecompose.errors import ContractError, FormError

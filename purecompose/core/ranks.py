@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.device import all_gather, all_reduce, reduce_scatter
 from purecompose._support.internals import is_fake, is_transforming
-from purecompose._support.shards import all_gather, all_reduce, reduce_scatter
 from purecompose.core.context import Cut, Layout
 from purecompose.errors import unsupported
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, tree
 from purecompose._support.internals import is_transforming
 from purecompose._support.specs import shown
+from purecompose.core.clock import check_reads, scalars_of
 from purecompose.core.context import Context, Cut, Static
-from purecompose.core.loss import check_reads, scalars_of
 from purecompose.core.means import (
     averaged,
     averaged_grads,

@@ -16,8 +16,8 @@ from purecompose import batch as batches, losses, random, tree
 from purecompose._support.device import PRECISIONS
 from purecompose._support.specs import shown, suggests_keywords
 from purecompose.core.calls import per_example, rng_of_turn, run_loss, run_model
+from purecompose.core.clock import joined, scalars_of
 from purecompose.core.context import Context, Splitter, Static, describe_moment, state_as_html
-from purecompose.core.loss import joined, scalars_of
 from purecompose.core.ranks import Sharing
 from purecompose.core.values import TENSOR_FIELDS, Values, fields_where
 from purecompose.losses.evaluation import weighted_field
@@ -29,7 +29,7 @@ from purecompose.optim.wrapping import warn_of_moved_rows
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.time import RunLength, Time, Timestamp
-from purecompose.time.units import named_time
+from purecompose.time.event import named_time
 
 
 @dataclass(frozen=True, eq=False, repr=False)

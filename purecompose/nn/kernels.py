@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from purecompose import tree
 from purecompose._support.contexts import NOTHING, together
-from purecompose._support.device import without_onednn
+from purecompose._support.device import local, without_onednn
 from purecompose._support.internals import is_fake, is_transforming
-from purecompose._support.shards import local
 from purecompose.nn.differentiable import normalize, plain_operations, replaces_functions, wants_plain
 from purecompose.nn.keyed.draws import shared_batch
 from purecompose.nn.keyed.functions import past_dispatch

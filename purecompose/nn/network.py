@@ -13,10 +13,18 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from purecompose import batch as batches, tree
 from purecompose._support.contexts import NOTHING, DataGuard, WriteGuard, kept_in_place, together
-from purecompose._support.device import AUTOCAST, arithmetic
+from purecompose._support.device import (
+    AUTOCAST,
+    arithmetic,
+    check_alike,
+    is_shard,
+    local,
+    may_be_shards,
+    names_by_memory,
+    whole,
+)
 from purecompose._support.internals import GradMode, is_fake, is_in_backward, is_transforming, is_watched, unwrapped
 from purecompose._support.messages import warn
-from purecompose._support.shards import check_alike, is_shard, local, may_be_shards, names_by_memory, whole
 from purecompose.errors import unsupported
 from purecompose.nn.differentiable import OwnDerivatives, is_in_gradient
 from purecompose.nn.kernels import kernels

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from purecompose._support.contexts import memory_of, storage_of
+from purecompose._support.device import is_shard, local
 from purecompose._support.messages import warn
 from purecompose._support.objects import read_by
-from purecompose._support.shards import is_shard, local
 
 
 OWN = frozenset(vars(nn.Module()))

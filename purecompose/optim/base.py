@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, cas
 import torch
 from torch import Tensor
 
-from purecompose._support.shards import divided, is_shard, local, may_be_shards, place_of, placed, whole
+from purecompose._support.device import divided, is_shard, local, may_be_shards, place_of, placed, whole
 from purecompose._support.specs import shown
 from purecompose.optim.lists import add, alike, is_plain, multiply, sign
 from purecompose.optim.protocol import OptState, Value

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from purecompose._support.device import is_shard
 from purecompose._support.internals import is_fake, is_transforming
-from purecompose._support.shards import is_shard
 from purecompose.errors import unsupported
 from purecompose.optim.base import Rate
 from purecompose.optim.protocol import Value

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.device import is_shard, local, place_of, placed, sum_of_shards
 from purecompose._support.internals import is_watched
 from purecompose._support.messages import warn
-from purecompose._support.shards import is_shard, local, place_of, placed, sum_of_shards
 from purecompose.optim.base import ByGroup, cells, decayed, matched
 from purecompose.optim.by_pattern import ByPattern
 from purecompose.optim.lists import is_plain, largest

@@ -12,8 +12,8 @@ import torch
 
 from purecompose import batch as batches, tree
 from purecompose._support.contexts import NOTHING
+from purecompose._support.device import whole
 from purecompose._support.messages import warn
-from purecompose._support.shards import whole
 from purecompose._support.specs import check_whole, shown, suggests_keywords
 from purecompose.core.algorithm import Trait
 from purecompose.core.calls import Marks, watched

@@ -32,8 +32,7 @@ from purecompose.run.saving.remote import fetched
 from purecompose.run.saving.selection import Checkpoints
 from purecompose.schedule import Schedule, collect
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
-from purecompose.time.event import Event
-from purecompose.time.units import named_time
+from purecompose.time.event import Event, named_time
 
 
 P = ParamSpec("P")

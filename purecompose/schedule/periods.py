@@ -15,7 +15,7 @@ from purecompose.schedule.curves import half_cosine
 from purecompose.schedule.scalar import Product, Scalar, Schedule, collect, made
 from purecompose.schedule.shape import Curve, Moment, Shape, checked_time
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
-from purecompose.time.units import snapped
+from purecompose.time.event import snapped
 
 
 @suggests_keywords

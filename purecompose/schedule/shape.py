@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit, UnitError
-from purecompose.time.units import named_time, snapped
+from purecompose.time.event import named_time, snapped
 
 
 Length: TypeAlias = tuple[tuple[float, Time], ...]

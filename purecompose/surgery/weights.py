@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import batch as batches, tree
+from purecompose._support.device import is_shard
 from purecompose._support.messages import columns, fragment, note, table
-from purecompose._support.shards import is_shard
 from purecompose.core.state import State, check_single
 from purecompose.data.loaders import fixed_batches
 from purecompose.nn import model as models

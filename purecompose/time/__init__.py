@@ -6,8 +6,8 @@ the library; the time in traced code (`state.clock`) is filled from them.
 
 from purecompose._support.exports import publish
 from purecompose.time import predicates as predicates
+from purecompose.time.event import Time as Time, TimeLike as TimeLike, TimeUnit as TimeUnit, UnitError as UnitError
 from purecompose.time.timestamp import RunLength as RunLength, Timestamp as Timestamp
-from purecompose.time.units import Time as Time, TimeLike as TimeLike, TimeUnit as TimeUnit, UnitError as UnitError
 
 
 publish(__name__)

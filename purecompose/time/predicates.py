@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from purecompose._support.exports import publish
-from purecompose.time.event import Event
+from purecompose.time.event import Event, Time, TimeUnit, named_point, named_time, snapped
 from purecompose.time.timestamp import RunLength, Timestamp
-from purecompose.time.units import Time, TimeUnit, named_point, named_time, snapped
 
 
 publish(__name__)

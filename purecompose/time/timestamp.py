@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 from purecompose._support.specs import check_whole
-from purecompose.time.units import Time, TimeLike, TimeUnit, named_time, snapped
+from purecompose.time.event import Time, TimeLike, TimeUnit, named_time, snapped
 
 
 @dataclasses.dataclass(frozen=True, init=False)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
-from purecompose._support.shards import is_shard
+from purecompose._support.device import is_shard
 from purecompose._support.specs import shown
 from purecompose.core.compose import Step
 from purecompose.core.means import denominators, part_of

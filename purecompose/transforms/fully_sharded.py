@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from purecompose import tree
-from purecompose._support import shards
-from purecompose._support.device import building
+from purecompose._support.device import Place, building, divided, is_shard, whole
 from purecompose._support.specs import shown
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
@@ -123,7 +122,7 @@ def shard(state: State, mesh: Any) -> State:
     if not isinstance(state, State):
         raise TypeError(f"shard(state, mesh): expected a State, got {shown(state)}")
     _check_mesh(mesh, "shard")
-    if any(map(shards.is_shard, tree.leaves(state))):
+    if any(map(is_shard, tree.leaves(state))):
         raise ValueError("shard: the state is divided already; pc.whole(state) puts it together")
     if state.key.ndim != 1:
         raise unsupported("a population", "several processes", "shard")
@@ -149,9 +148,9 @@ def whole(state: State) -> State:
     """
     if not isinstance(state, State):
         raise TypeError(f"whole(state): expected a State, got {shown(state)}")
-    if not any(map(shards.is_shard, tree.leaves(state))):
+    if not any(map(is_shard, tree.leaves(state))):
         return state
-    return tree.map(shards.whole, state)
+    return tree.map(whole, state)
 
 
 def _check_mesh(mesh: Any, where: str) -> None:
@@ -172,7 +171,7 @@ def _placed_on(tensor: Tensor, mesh: Any) -> Tensor:
     if tensor.ndim == 0:
         return tensor
     placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    return shards.divided(tensor, shards.Place(mesh, placements, tensor.shape, tensor.stride()))
+    return divided(tensor, Place(mesh, placements, tensor.shape, tensor.stride()))
 
 
 def _with_params_mapped(fn: Callable[[Tensor], Tensor], node: Any, shapes: Mapping[str, torch.Size]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import pad
 
-from purecompose._support.shards import check_alike, is_shard, local, names_by_memory, place_of, placed
+from purecompose._support.device import check_alike, is_shard, local, names_by_memory, place_of, placed
 from purecompose.core.operation import Carry, Operation, Purpose
 from purecompose.core.ranks import Ranks, SharedPart, scaled, scaled_with_statistics
 from purecompose.nn.network import GatheredOnUse

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._support.shards import is_shard
+from purecompose._support.device import is_shard
 from purecompose._support.specs import check_whole
 from purecompose.core.compose import Step
 from purecompose.core.context import Context

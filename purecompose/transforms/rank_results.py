@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._support.device import is_shard, local
 from purecompose._support.internals import is_fake
 from purecompose._support.messages import warn
-from purecompose._support.shards import is_shard, local
 from purecompose.core.compose import Step
 from purecompose.core.means import has_mean
 from purecompose.core.ranks import Ranks, scaled, scaled_with_statistics

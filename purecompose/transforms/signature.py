@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._support.device import Place, local, place_of, placed
 from purecompose._support.internals import plainly
 from purecompose._support.objects import fingerprint
-from purecompose._support.shards import Place, local, place_of, placed
 from purecompose.batch.fields import is_graphs, without_records
 from purecompose.core.context import Static
 from purecompose.core.values import fields_where

@@ -26,8 +26,8 @@ from purecompose.optim.base import checked_betas
 from purecompose.optim.matrices import _checked_coefficients, _checked_eps
 from purecompose.schedule import Hparam, hparam, linear
 from purecompose.schedule.declared import Within, checks_of, declarations
+from purecompose.time.event import named_point
 from purecompose.time.predicates import NEVER
-from purecompose.time.units import named_point
 
 
 def getter(batch: Any) -> Any:

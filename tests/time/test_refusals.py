@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit, UnitError, predicates
-from purecompose.time.event import Event
+from purecompose.time.event import Event, named_time
 from purecompose.time.predicates import after, before, between, every, on
-from purecompose.time.units import named_time
 
 
 MAKE: Any = Time  # without type checks, since the arguments are wrong on purpose

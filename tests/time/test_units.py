@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from purecompose.time import Time, TimeUnit, UnitError
-from purecompose.time.units import named_time
+from purecompose.time.event import named_time
 
 
 COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]

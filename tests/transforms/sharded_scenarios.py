@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
-from purecompose._support.shards import local
+from purecompose._support.device import local
 from purecompose.algorithms import FACTORIES
 from purecompose.testing.process import played
 from purecompose.testing.tasks import TASKS, make_task

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose._support.shards import whole
+from purecompose._support.device import whole
 from purecompose.core.ranks import Ranks
 from purecompose.testing.process import in_process_group
 from tests.helpers import loss_of

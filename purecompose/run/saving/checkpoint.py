@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from purecompose._support.device import local, place_of, span_of
 from purecompose._support.messages import is_remote, warn
 from purecompose._support.objects import in_words
-from purecompose._support.shards import local, place_of, span_of
 from purecompose._support.specs import shown, suggests_keywords
 from purecompose.core.compose import Step
 from purecompose.core.context import Static

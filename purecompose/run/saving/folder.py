@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._support.device import place_of
 from purecompose._support.files import read_whole, sync
-from purecompose._support.shards import place_of
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.core.state import State

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.shards import local, place_of, placed, span_of
+from purecompose._support.device import local, place_of, placed, span_of
 from purecompose._support.specs import shown
 from purecompose.core.context import SealedTime, Static
 from purecompose.core.state import State

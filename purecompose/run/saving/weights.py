@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import tree
+from purecompose._support.device import is_shard
 from purecompose._support.files import misfit
 from purecompose._support.messages import warn
 from purecompose._support.objects import in_words
-from purecompose._support.shards import is_shard
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning, DamagedError, MismatchError
 from purecompose.run.saving.comparison import KEPT, architecture, listed, other_modules, other_settings, other_tensors

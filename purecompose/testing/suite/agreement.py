@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
 from purecompose import batch as batches, losses, tree
-from purecompose._support import shards
-from purecompose._support.device import AUTOCAST
+from purecompose._support.device import AUTOCAST, whole
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import Step
 from purecompose.core.context import SealedTimeError
@@ -416,7 +415,7 @@ def _trained_apart(
     else:
         step, state = fully_sharded(step, mesh, gather), shard(state, mesh)
     ends = _steps(step, state, case.batches(dtype)[:num_batches])
-    return [{name: tree.map(shards.whole, getattr(end, name)) for name in _SHARED} for _, _, end in ends]
+    return [{name: tree.map(whole, getattr(end, name)) for name in _SHARED} for _, _, end in ends]
 
 
 # What the laws share
