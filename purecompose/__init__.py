@@ -30,8 +30,7 @@ from purecompose import (
     time as time,
     tree as tree,
 )
-from purecompose._support import INSTALLED, __version__ as __version__
-from purecompose._support.exports import publish, refuse
+from purecompose._support import INSTALLED, __version__ as __version__, publish, refuse
 from purecompose.algorithms.recipes import recipe as recipe
 from purecompose.core.algorithm import Algorithm as Algorithm, Trait as Trait, factory as factory, identity as identity
 from purecompose.core.compose import Step as Step, compose as compose

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose._support.messages import escaped
 
 

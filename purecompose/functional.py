@@ -15,7 +15,7 @@ The algorithms call these functions, with the key `state.rng(name)` where they d
 selective backprop does in a step.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.algorithms._around_updates import (
     perturb_params as perturb_params,
     pull_back as pull_back,

@@ -3,7 +3,7 @@
 A program is a tuple of events, stages and scopes; a training step is the fold over it.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.core.loop import (
     advance as advance,
     eval_events as eval_events,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.exports import instead, publish
+from purecompose._support import instead, publish
 from purecompose._support.objects import check_hidden
 from purecompose._support.specs import describe, did_you_mean, is_callable_with, shown
 from purecompose.losses import (

@@ -5,7 +5,7 @@ add algorithms. Passes know algorithms by traits and names, never by import. The
 order at AFTER events and then apply pins and constraints, which therefore are always satisfied.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.core.passes import (
     DEFAULT_PASSES as DEFAULT_PASSES,
     Pass as Pass,

@@ -1,6 +1,6 @@
 """Checkpoints: states on disk, complete or absent, verified when read; and the rules for keeping them."""
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.errors import (
     CheckpointError as CheckpointError,
     CheckpointWarning as CheckpointWarning,

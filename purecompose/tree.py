@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
+from purecompose._support import publish
 from purecompose._support.device import is_shard, local, place_of, sum_of_shards, whole
-from purecompose._support.exports import publish
 
 
 publish(__name__)

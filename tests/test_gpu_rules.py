@@ -8,8 +8,7 @@ import torch
 from benchmarks.gpu_code.rules import broken, races, unfit_for_replay, ungrouped
 from benchmarks.gpu_code.trials import LOSSES, NETWORKS, OPTIMIZERS, trials
 from benchmarks.gpu_code.writing import Code
-from purecompose import losses, optim
-from purecompose._support import exports
+from purecompose import _support, losses, optim
 from purecompose.nn import models
 from tests.shipped import SHIPPED
 
@@ -143,11 +142,11 @@ def test_everything_that_ships_is_tried() -> None:
     names = [name.split() for name in trials()]
     tried = {kind: {words[1] for words in names if words[0] == kind} for kind in ("method", "optimizer")}
     assert tried["method"] == set(SHIPPED)
-    factories = {name for name in exports.public_names(inspect.getsource(optim)) if name.islower()}
+    factories = {name for name in _support.public_names(inspect.getsource(optim)) if name.islower()}
     assert tried["optimizer"] == factories - {"from_torch", "lbfgs"}, "what runs as composed only"
     own = {
         name
-        for name in exports.public_names(inspect.getsource(losses))
+        for name in _support.public_names(inspect.getsource(losses))
         if not inspect.isroutine(getattr(losses, name)) and name.islower()
     }
     assert {name.split()[0] for name in LOSSES} >= own | {"over_batch"} and "cross_entropy" in own

@@ -9,7 +9,7 @@ import sys
 import types
 
 import purecompose as pc
-from purecompose._support import exports
+from purecompose import _support
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,7 +30,7 @@ step(step.init(state), (torch.zeros(3, 2), torch.tensor([0, 1, 1])))
 
 
 def exported(module: types.ModuleType) -> list[str]:
-    return exports.public_names(inspect.getsource(module))
+    return _support.public_names(inspect.getsource(module))
 
 
 def public_modules() -> dict[str, types.ModuleType]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import griffe
 
-from purecompose._support.exports import public_names
+from purecompose._support import public_names
 
 
 ROOT = Path(__file__).parents[2]

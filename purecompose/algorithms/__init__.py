@@ -8,7 +8,7 @@ All cores are also exported from `purecompose.functional`.
 
 from collections.abc import Callable
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.algorithms._alibi import alibi as alibi
 from purecompose.algorithms._around_updates import lookahead as lookahead, sam as sam, schedule_free as schedule_free
 from purecompose.algorithms._averages import ema as ema, swa as swa

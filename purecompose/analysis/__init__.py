@@ -6,7 +6,7 @@
     print(bisect(run, predicates.not_finite(), stays=True))
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.analysis import predicates as predicates
 from purecompose.analysis.ablation import ablate as ablate
 from purecompose.analysis.effects import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose._support.specs import check_number
 from purecompose.core.state import State
 

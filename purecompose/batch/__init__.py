@@ -15,7 +15,7 @@ Batches of graphs, in the form of torch_geometric's `Batch`, and packed sequence
 their rows are nodes, edges and time steps, and they cannot be cut without a `Splitter`.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.batch.examples import (
     Splitter as Splitter,
     bounds as bounds,

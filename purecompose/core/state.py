@@ -107,19 +107,15 @@ class State(Values):
         Warns:
             UserWarning: An embedding has `sparse=True`, and the optimizer moves all of its rows in each step.
         """
-        if weight_field is not None:
-            target_field = weighted_field(loss, input_field, target_field, weight_field)
-        if isinstance(net, Split):
-            net, parts = net
-        else:
-            parts = from_module(net, eval_mode=eval_mode, train_mode=train_mode)
+        target_field = weighted_field(loss, input_field, target_field, weight_field)
+        is_split = isinstance(net, Split)
+        net, parts = net if is_split else (net, from_module(net, eval_mode=eval_mode, train_mode=train_mode))
         parts, loss, loss_model = joined(parts, loss, net)
         check_optimizer(optimizer, "optimizer")
         warn_of_moved_rows(optimizer, parts.params, sparse_tables(net))
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
-        if input_field is None:
-            input_field = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
+        by_default = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
         scalars = optimizer, tuple(scalars_of(loss).values())
         is_double = any(param.dtype in (torch.float64, torch.complex128) for param in parts.params.values())
         context = Context(
@@ -128,7 +124,7 @@ class State(Values):
             optimizer,
             parts.frozen,
             precision,
-            input_field,
+            by_default if input_field is None else input_field,
             target_field,
             batch_dim,
             splitter,
@@ -137,7 +133,7 @@ class State(Values):
             loss_model=loss_model,
             loss_dtype=torch.float64 if is_double else torch.float32,
         ).with_settings(parts.buffers, {})
-        length = None if duration is None else named_time(duration, "State.create: duration")
+        run = RunLength(None if duration is None else named_time(duration, "State.create: duration"), batches_per_epoch)
         tensors = (*parts.params.values(), *parts.buffers.values())
         state = cls(
             params=parts.params,
@@ -146,7 +142,7 @@ class State(Values):
             slots={},
             hparams={},
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
-            static=Static(context, Timestamp(run=RunLength(length, batches_per_epoch))),
+            static=Static(context, Timestamp(run=run)),
             # There is no loss yet; NaN keeps the structure the same before and after the first step.
             loss=torch.full((), torch.nan, dtype=context.loss_dtype),
         )

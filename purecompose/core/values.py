@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, tree
-from purecompose._support.exports import instead
+from purecompose._support import instead
 from purecompose._support.specs import shown
 from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static

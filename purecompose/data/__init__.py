@@ -1,6 +1,6 @@
 """Data sets in memory and on disk in keyed order, and image sets and texts for the examples."""
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.data.arrays import Arrays as Arrays, Split as Split, arrays as arrays, split as split
 from purecompose.data.bucketing import Buckets as Buckets, buckets as buckets
 from purecompose.data.files import (

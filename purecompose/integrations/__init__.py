@@ -4,7 +4,7 @@ Each callback runs a list of methods at the places that its loop offers, by the 
 this library. It refuses methods that need other places. The libraries are imported on first use.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.integrations.callbacks import (
     lightning_callback as lightning_callback,
     trainer_callback as trainer_callback,

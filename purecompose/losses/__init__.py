@@ -15,7 +15,7 @@ targets or, for a slice of a batch, the slice's share of those of the whole batc
 examples.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.losses.evaluation import (
     check_loss as check_loss,
     evaluate_loss as evaluate_loss,

@@ -347,12 +347,14 @@ class WeightedField:
 
 
 def weighted_field(loss: Callable[..., Any], input_field: Any, target_field: Any, weight_field: Any) -> Any:
-    """Return the field of targets with weights, a pair of getter and setter.
+    """Return the field of targets with weights, a pair of getter and setter; without weights, that of the targets.
 
     Raises:
         TypeError, ValueError: A field is not one, there is no target besides the input, or the loss has no losses of
             single examples.
     """
+    if weight_field is None:
+        return target_field
     batches.check_field(weight_field, "weight_field")
     if target_field is None or target_field == (0 if input_field is None else input_field):
         raise ValueError(

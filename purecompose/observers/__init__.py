@@ -5,7 +5,7 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
     state = fit(step, state, data, observers=[history, progress, records])
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.observers.diagnosis import NaNs as NaNs, Profile as Profile
 from purecompose.observers.monitors import (
     image_samples as image_samples,

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from purecompose._support.exports import instead
+from purecompose._support import instead
 from purecompose._support.messages import columns, fragment, warn
 from purecompose._support.specs import check_number, check_whole, is_callable_with, is_number, shown
 from purecompose.core.state import State

@@ -9,7 +9,7 @@ that this package lacks. Your own optimizer needs no base class: a frozen datacl
 protocol suffices.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.optim.adam import adam as adam, adamw as adamw, decoupled_adamw as decoupled_adamw, rmsprop as rmsprop
 from purecompose.optim.by_pattern import by_pattern as by_pattern, layerwise as layerwise
 from purecompose.optim.from_torch import from_torch as from_torch

@@ -1,6 +1,6 @@
 """Random numbers as pure functions of keys; no global generator."""
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.random.distributions import beta as beta, exponential as exponential, gamma as gamma
 from purecompose.random.draws import (
     bernoulli as bernoulli,

@@ -12,7 +12,7 @@ is evaluated on the host, once per step, from the timestamp in plain Python; tra
 tensor, so a changing learning rate never compiles twice. Batch t (counted from 0) uses the value at t, without lag.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.schedule.curves import (
     constant as constant,
     cosine as cosine,

@@ -15,7 +15,7 @@ place: the old model, its tensors and its state are not modified. A rule is give
 tensors; it may change the copy's settings, but must not write into the tensors.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.surgery.operation import (
     Report as Report,
     Rule as Rule,

@@ -9,7 +9,7 @@
 Needs Hypothesis: `pip install "purecompose[testing]"`.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.testing import strategies as strategies, suite as suite
 from purecompose.testing.case import COMPANIONS as COMPANIONS, Case as Case, Subject as Subject
 from purecompose.testing.checking import check as check, check_loss as check_loss, laws as laws

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from purecompose import batch as batches
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing.case import COMPANIONS, Case, Subject, find_moments

@@ -4,7 +4,7 @@ Everything here is host arithmetic on immutable values. The counters of a `Times
 the library; the time in traced code (`state.clock`) is filled from them.
 """
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.time import predicates as predicates
 from purecompose.time.event import Time as Time, TimeLike as TimeLike, TimeUnit as TimeUnit, UnitError as UnitError
 from purecompose.time.timestamp import RunLength as RunLength, Timestamp as Timestamp

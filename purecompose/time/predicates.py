@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.time.event import Event, Time, TimeUnit, named_point, named_time, snapped
 from purecompose.time.timestamp import RunLength, Timestamp
 

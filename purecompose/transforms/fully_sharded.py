@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from purecompose import tree
-from purecompose._support.device import Place, building, divided, is_shard, whole
+from purecompose._support.device import Place, building, divided, is_shard, whole as whole_tensor
 from purecompose._support.specs import shown
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
@@ -150,7 +150,7 @@ def whole(state: State) -> State:
         raise TypeError(f"whole(state): expected a State, got {shown(state)}")
     if not any(map(is_shard, tree.leaves(state))):
         return state
-    return tree.map(whole, state)
+    return tree.map(whole_tensor, state)
 
 
 def _check_mesh(mesh: Any, where: str) -> None:

@@ -1,6 +1,6 @@
 """The layers that methods put into networks, as plain `nn.Module`s, and activation checkpointing."""
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.nn.keyed.modules import checkpoint as checkpoint
 from purecompose.nn.layers.convolutions import (
     BlurConv2d as BlurConv2d,

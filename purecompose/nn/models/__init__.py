@@ -17,9 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from purecompose._support import specs
+from purecompose._support import publish, specs
 from purecompose._support.device import building
-from purecompose._support.exports import publish
 from purecompose._support.specs import check_whole
 from purecompose.nn.models.convolutional import (
     Bottleneck as Bottleneck,

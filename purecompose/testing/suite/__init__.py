@@ -1,6 +1,6 @@
 """The laws, grouped by topic."""
 
-from purecompose._support.exports import publish
+from purecompose._support import publish
 from purecompose.testing.law import Law
 from purecompose.testing.suite.absence import (
     absent_when_unmatched as absent_when_unmatched,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from purecompose._support.device import is_wait
+from purecompose._support import device
 from purecompose.core.ranks import Ranks
 
 
@@ -24,7 +24,7 @@ def messages(graph: fx.Graph) -> list[fx.Node]:
 
 def is_wait(node: fx.Node) -> bool:
     """Return whether a node waits for a message."""
-    return is_wait(node.target)
+    return device.is_wait(node.target)
 
 
 def drop_unread(graph: fx.Graph) -> None:
