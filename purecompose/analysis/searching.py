@@ -89,10 +89,7 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
     low, high = 0, len(found) - 1
     while stays and high - low > 1:
         middle = (low + high) // 2
-        if _holds(predicate, run.load(found[middle]).state):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if _holds(predicate, run.load(found[middle]).state) else (middle, high)
     for i in range(low, max(high, low + 1)):
         caught, batch = _scanned(run, predicate, found[i], found[min(i + 1, high)], stays=stays)
         if batch is not None:
@@ -103,10 +100,9 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
             assert caught.state is not None
             unusual = tuple(_unusual(run, caught.state, caught.batch))
             return Bisection(batch, _words(predicate), unusual, caught.state, caught.batch)
-    text = f"bisect: {_words(predicate)} does not hold at batch {found[high].index.batch} of {run.path}"
-    raise ValueError(
-        f"{text}: it never does, or does not stay true; then use stays=False" if stays else f"{text}, nor before"
-    )
+    reason = ": it never does, or does not stay true; then use stays=False" if stays else ", nor before"
+    where = f"batch {found[high].index.batch} of {run.path}"
+    raise ValueError(f"bisect: {_words(predicate)} does not hold at {where}{reason}")
 
 
 def _holds(predicate: Callable[[State], Any], state: State) -> bool:
@@ -251,13 +247,9 @@ class Comparison:
     """Lines about settings, versions, methods, data and code that differ."""
 
     def __str__(self) -> str:
-        parts = [f"a: {self.names[0]}\nb: {self.names[1]}"]
-        parts.append(
-            "\n".join(["settings that differ", *(f"  {line}" for line in self.settings)])
-            if self.settings
-            else "no settings differ"
-        )
-        parts.append(self._first())
+        lines = ["settings that differ", *(f"  {line}" for line in self.settings)]
+        settings = "\n".join(lines) if self.settings else "no settings differ"
+        parts = [f"a: {self.names[0]}\nb: {self.names[1]}", settings, self._first()]
         if self.by_checkpoint:
             rows = [[str(one.batch), str(one.num_leaves), f"{one.distance:.3g}"] for one in self.by_checkpoint]
             parts.append(table(["batch", "leaves that differ", "distance of the parameters"], rows))
@@ -269,10 +261,8 @@ class Comparison:
         after = "" if self.since < 0 else f"after batch {self.since}, "
         exact = self.batch == self.since + 1
         where = f"at batch {self.batch}" if exact else f"{after}at the latest at batch {self.batch}"
-        lines = [
-            f"the first difference is {where}: {self.leaves[0]}" if self.leaves else f"the first difference is {where}"
-        ]
-        lines += [f"  {line}" for line in self.leaves[1:8]]
+        first = f": {self.leaves[0]}" if self.leaves else ""
+        lines = [f"the first difference is {where}{first}", *(f"  {line}" for line in self.leaves[1:8])]
         if len(self.leaves) > 8:
             lines.append(f"  and in {len(self.leaves) - 8} other leaves")
         return "\n".join(lines)
@@ -310,10 +300,7 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
     batch, leaves, since = None, (), by_checkpoint[-1].batch
     if first is not None:
         since = by_checkpoint[first - 1].batch if first else -1
-        batch, leaves = (
-            by_checkpoint[first].batch,
-            tuple(_differing(_tensors(pairs[first][0]), _tensors(pairs[first][1]), tolerance)),
-        )
+        batch, leaves = by_checkpoint[first].batch, tuple(_differing(*map(_tensors, pairs[first]), tolerance))
         if first and isinstance(run_a, RecordedRun) and isinstance(run_b, RecordedRun):
             exact = _side_by_side(run_a, run_b, pairs[first - 1], batch, tolerance)
             if exact is not None:
@@ -323,11 +310,9 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
 
 
 def _path(run: Any) -> Path:
-    if isinstance(run, RecordedRun):
-        return Path(run.path)
-    if not isinstance(run, (str, Path)):
+    if not isinstance(run, RecordedRun | str | Path):
         raise TypeError(f"compare: expected a RecordedRun or the folder of a run, got {shown(run)}")
-    return Path(run)
+    return Path(run.path if isinstance(run, RecordedRun) else run)
 
 
 def _common(ours: tuple[Found, ...], theirs: tuple[Found, ...]) -> list[tuple[Found, Found]]:

@@ -164,11 +164,8 @@ def sweep(
 def _members(state: State, settings: Sequence[Mapping[str, float]], seeds: int) -> list[State]:
     """Return the states of the population: the seeds of each setting follow each other."""
     keys = [state.key] + [random.fold_in(state.key, i) for i in range(1, seeds)]
-    return [
-        state.replace(key=key, hparams={**state.hparams, **_tensors(setting, state)})
-        for setting in settings
-        for key in keys
-    ]
+    given = [{**state.hparams, **_tensors(setting, state)} for setting in settings]
+    return [state.replace(key=key, hparams=hparams) for hparams in given for key in keys]
 
 
 def _tensors(setting: Mapping[str, float], state: State) -> dict[str, torch.Tensor]:
@@ -325,11 +322,8 @@ def learning_rate_range(
         check_batches(data, "learning_rate_range: data")
     duration = None if state.timestamp.run.duration is not None else f"{num_batches}ba"
     state = start_of_run(step, with_named_rate(state, keeps_schedule=False).copy(), data, duration=duration)[0]
-    rates: list[float] = []
-    losses: list[float] = []
-    recent: list[float] = []
-    reach = max(num_batches // 20, 1)
-    has_diverged = False
+    rates, losses, recent = list[float](), list[float](), list[float]()
+    reach, has_diverged = max(num_batches // 20, 1), False
     given = _endless(data, state)
     for i in range(num_batches):
         rates.append(low * (high / low) ** (i / (num_batches - 1)))
@@ -399,8 +393,5 @@ def _endless(data: Any, state: State) -> Iterator[Any]:
 
 def _smoothed(values: list[float], reach: int) -> list[float]:
     """Return the mean around each value, over as many on either side: at most `reach`."""
-    found = []
-    for i in range(len(values)):
-        side = min(reach, i, len(values) - 1 - i)
-        found.append(sum(values[i - side : i + side + 1]) / (2 * side + 1))
-    return found
+    sides = [min(reach, i, len(values) - 1 - i) for i in range(len(values))]
+    return [sum(values[i - side : i + side + 1]) / (2 * side + 1) for i, side in enumerate(sides)]

@@ -22,7 +22,7 @@ from purecompose._support.messages import say
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
 from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
-from purecompose.cli.processes import reporting
+from purecompose.cli.parts import reporting
 from purecompose.cli.reports import algorithms, check, plan, report, runs
 from purecompose.cli.results import LoadedRun as LoadedRun, evaluate, export, load_run as load_run, local_copy, predict
 from purecompose.cli.settings import meant_setting

@@ -17,6 +17,7 @@ from purecompose._support.device import building
 from purecompose.algorithms import scale_schedule
 from purecompose.cli.options import ALGORITHMS, UsageError, check_imports, imported, is_own, reported_as
 from purecompose.cli.parts import (
+    Processes,
     algorithms_of,
     check,
     defaults_for,
@@ -28,7 +29,6 @@ from purecompose.cli.parts import (
     optimizer_of,
     with_defaults,
 )
-from purecompose.cli.processes import Processes
 from purecompose.cli.settings import LOSSES, Settings, with_arguments
 from purecompose.core.compose import Step, compose
 from purecompose.core.loop import loop_events

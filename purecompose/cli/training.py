@@ -14,8 +14,7 @@ from torch import Tensor
 from purecompose._support import specs
 from purecompose._support.messages import say
 from purecompose.cli.options import Folder, Shown, UsageError, option_of, reported_as
-from purecompose.cli.parts import kept_of
-from purecompose.cli.processes import Processes, processes_here
+from purecompose.cli.parts import Processes, kept_of, processes_here
 from purecompose.cli.results import predictions_of, ranked_in
 from purecompose.cli.settings import Given, Settings, command_of, read_config
 from purecompose.cli.setup import TEXT, Setup, arithmetic_of, completed, prepare

@@ -283,14 +283,12 @@ def _call_loss(
 
 
 def _interpolated_losses(loss_fn: Callable[..., Tensor], outputs: Any, mixture: Mixture) -> Tensor:
-    total = None
+    terms = list[Tensor]()
     for targets, weight in zip(mixture.targets, mixture.weights, strict=True):
         losses, _ = _call_loss(loss_fn, outputs, targets, "none")
         _check_rows(loss_fn, losses, outputs, targets)
-        term = per_row(weight.to(wide_dtype(losses)), losses) * losses
-        total = term if total is None else total + term
-    assert total is not None, "a mixture has at least one term"
-    return total
+        terms.append(per_row(weight.to(wide_dtype(losses)), losses) * losses)
+    return sum(terms[1:], terms[0])
 
 
 def _check_rows(loss_fn: object, losses: Tensor, outputs: Any, targets: Any) -> None:
@@ -381,8 +379,7 @@ def with_weights(given: list[Any], field: Any) -> list[Any]:
     """Return forms of a batch whose targets all have the weights of examples, if those of one have been mixed."""
     if not has_weights(field):
         return given
-    targets = [batches.get(batch, field[0].target) for batch in given]
-    if not any(isinstance(target, Mixture) for target in targets):
+    if not any(isinstance(batches.get(batch, field[0].target), Mixture) for batch in given):
         return given
     return [batches.put(batch, field, batches.get(batch, field)) for batch in given]
 

@@ -36,6 +36,8 @@ from purecompose.optim.base import (
     wide_dtype,
 )
 from purecompose.optim.lists import (
+    Moved,
+    Slots,
     add,
     alike,
     clamp_min,
@@ -194,9 +196,7 @@ class Adam(ByGroup):
     def slots(self) -> tuple[str, ...]:
         return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         lr, beta1, beta2 = (read(scalar, value) for scalar in (self.lr, *self.betas))
         if isinstance(beta1, float) and isinstance(beta2, float) and _can_fuse(params):
             if self.decay == "coupled":
@@ -301,9 +301,7 @@ class RMSprop(ByGroup):
         mean = ("grad_avg",) if self.centered else ()
         return ("square_avg", *mean, *(("momentum",) if self.momentum != 0.0 else ()))
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         grads, params = decayed("coupled", grads, params, self.weight_decay, self.lr, value)
         weight = 1 - read(self.alpha, value)
         squares = lerp(slots["square_avg"], multiply(grads, grads), weight)
@@ -341,13 +339,13 @@ def _can_fuse(params: list[Tensor]) -> bool:
 def _fused(
     params: list[Tensor],
     grads: list[Tensor],
-    slots: dict[str, list[Tensor]],
+    slots: Slots,
     *,
     lr: float | Tensor,
     shrinkage: float | Tensor,
     betas: tuple[float, float],
     eps: float,
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+) -> Moved:
     """Return new parameters and new slots; `shrinkage` is the part of a parameter that decoupled decay subtracts."""
     memory = [tensor for slot, tensors in slots.items() if slot != "step" for tensor in tensors]
     lists = params, grads, slots["step"], memory

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from purecompose._support.device import divided, is_shard, local, may_be_shards, place_of, placed, whole
 from purecompose._support.specs import shown
-from purecompose.optim.lists import add, alike, is_plain, multiply, sign
+from purecompose.optim.lists import Moved, Slots, add, alike, is_plain, multiply, sign
 from purecompose.optim.protocol import OptState, Value
 from purecompose.schedule import Scalar, Schedule, number
 from purecompose.schedule.declared import Check, Within, checks_of, declarations
@@ -168,9 +168,7 @@ class ByGroup:
         """Names of the tensors kept for each parameter."""
         raise NotImplementedError
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         """Return new parameters and new slots, in the order of the lists; all of them are new tensors."""
         raise NotImplementedError
 
@@ -313,7 +311,7 @@ def _gathered(
     grads: Mapping[str, Tensor],
     opt_state: Mapping[str, Mapping[str, Tensor]],
     params: Mapping[str, Tensor],
-) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
+) -> tuple[list[Tensor], list[Tensor], Slots]:
     """Return gradients (in their parameters' dtypes), parameters and slots of a cell as lists."""
     try:
         cell_params = list(map(params.__getitem__, names))
@@ -332,8 +330,8 @@ def _gathered(
 
 
 def _moved_cautiously(
-    rule: Any, move: Any, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    rule: Any, move: Any, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value
+) -> Moved:
     moved, new = move(grads, params, slots, value)
     if rule.weight_decay == 0.0:
         return moved, new
@@ -341,9 +339,7 @@ def _moved_cautiously(
     return decayed_cautiously(moved, params, shrinkage(how, rule.weight_decay, rule.lr, value)), new
 
 
-def _moved_by_parts(
-    move: Any, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def _moved_by_parts(move: Any, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
     """Return what a rule's move does, with the real and imaginary parts of complex tensors as two real numbers."""
 
     def parts(tensors: list[Tensor]) -> list[Tensor]:
@@ -356,9 +352,7 @@ def _moved_by_parts(
     return whole(moved, params), {slot: whole(tensors, slots[slot]) for slot, tensors in new.items()}
 
 
-def _moved(
-    rule: ByGroup, move: Any, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def _moved(rule: ByGroup, move: Any, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
     """Return what `ByGroup.move` does, also for tensors whose rows are divided among processes.
 
     Where elements move by themselves, each process moves its rows. Otherwise all processes put the tensors together and

@@ -21,6 +21,7 @@ from purecompose import tree
 from purecompose._support.internals import is_fake, is_transforming, plainly
 from purecompose._support.specs import frozen, shown
 from purecompose.optim.base import ByGroup, Groups, checked_groups
+from purecompose.optim.lists import Moved, Slots
 from purecompose.optim.protocol import OptState, Value
 from purecompose.schedule import Hparam, Product, Schedule, number
 from purecompose.schedule.scalar import known_part
@@ -165,9 +166,7 @@ class FromTorch(ByGroup):
 
         return super().update(grads, opt_state, params, number_of)
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         memory, settings = self.memory, _read(self.settings, value)
         with torch.no_grad():
             copies = [nn.Parameter(param.detach().clone()) for param in params]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ from purecompose._support.internals import is_fake, is_transforming
 
 # torch.optim itself is built on the `_foreach` functions, but torch exports them under private names.
 # pyright: reportPrivateImportUsage=false
+
+
+Slots: TypeAlias = dict[str, list[Tensor]]
+"""What rules remember of parameters, by slot."""
+Moved: TypeAlias = tuple[list[Tensor], Slots]
+"""New parameters, and what is remembered of them."""
 
 
 def is_plain() -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from purecompose._support.specs import shown, suggests_keywords
 from purecompose.optim.base import ByGroup, Constant, GivenGroups, Rate, as_float, decayed, read, wide_dtype
-from purecompose.optim.lists import add, increment, lerp, mean_squares, multiply, unbound
+from purecompose.optim.lists import Moved, Slots, add, increment, lerp, mean_squares, multiply, unbound
 from purecompose.optim.protocol import OptState, Value
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
@@ -176,9 +176,7 @@ class Muon(ByGroup):
     def slots(self) -> tuple[str, ...]:
         return ("momentum",)
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         momentum, lr = read(self.momentum, value), read(self.lr, value)
         _, params = decayed("by rate", grads, params, self.moving_decay, self.lr, value)
         new_buffers, moved = list(grads), list(params)
@@ -320,9 +318,7 @@ class Adafactor(ByGroup):
             return torch.zeros_like(param[..., :1, :], requires_grad=False)
         return super().fresh(slot, param)
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         dtype = wide_dtype(params)
         steps = increment(slots["step"])
         count = torch.stack(steps).to(dtype)
@@ -340,16 +336,12 @@ class Adafactor(ByGroup):
         moves = multiply(updates, unbound(rates / clipped))
         return add(params, moves, -1.0), {"step": steps, **new_slots}
 
-    def _whole(
-        self, grads: list[Tensor], slots: dict[str, list[Tensor]], weights: Tensor
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def _whole(self, grads: list[Tensor], slots: Slots, weights: Tensor) -> Moved:
         """Return the factors of the gradients, and new slots."""
         squares = _averaged(slots["variance"], multiply(grads, grads), weights)
         return [square.clamp(min=self._floor(square) ** 2).rsqrt() for square in squares], {"variance": squares}
 
-    def _by_factors(
-        self, grads: list[Tensor], slots: dict[str, list[Tensor]], weights: Tensor
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def _by_factors(self, grads: list[Tensor], slots: Slots, weights: Tensor) -> Moved:
         """Return the same as `_whole`, from the means of the rows and of the columns."""
         squares = multiply(grads, grads)
         rows = _averaged(slots["row_var"], [square.mean(-1, keepdim=True) for square in squares], weights)

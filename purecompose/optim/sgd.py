@@ -13,6 +13,8 @@ from purecompose.optim.adam import correction
 from purecompose.optim.base import Betas, ByGroup, Constant, Decay, GivenGroups, Rate, decayed, read, wide_dtype
 from purecompose.optim.lists import (
     Lists,
+    Moved,
+    Slots,
     add,
     divide,
     increment,
@@ -147,9 +149,7 @@ class SGD(ByGroup):
     def moves_rows(self) -> bool:
         return self.momentum == 0.0 and self.weight_decay == 0.0
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         lr = read(self.lr, value)
         descent = -lr
         if self.moves_rows:
@@ -241,9 +241,7 @@ class Lion(ByGroup):
     def slots(self) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         beta1, beta2 = (read(beta, value) for beta in self.betas)
         _, params = decayed("by rate", grads, params, self.moving_decay, self.lr, value)
         directions = sign(lerp(slots["exp_avg"], grads, 1 - beta1))
@@ -324,9 +322,7 @@ class Adagrad(ByGroup):
         value = self.initial_accumulator_value
         return torch.full_like(param, complex(value, value) if param.is_complex() else value, requires_grad=False)
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         lr = read(self.lr, value)
         grads, params = decayed("coupled", grads, params, self.weight_decay, self.lr, value)
 
@@ -418,9 +414,7 @@ class SparseAdam(ByGroup):
     def slots(self) -> tuple[str, ...]:
         return ("step", "exp_avg", "exp_avg_sq")
 
-    def move(
-        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def move(self, grads: list[Tensor], params: list[Tensor], slots: Slots, value: Value) -> Moved:
         lr, beta1, beta2 = (read(scalar, value) for scalar in (self.lr, *self.betas))
         steps = increment(slots["step"])
         count = torch.stack(steps).to(wide_dtype(params))

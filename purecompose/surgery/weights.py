@@ -361,8 +361,7 @@ def summary(state: State, batch: Any) -> Summary:
     chosen = {name: module for name, module in net.named_modules() if module._parameters or not list(module.children())}
     for name, module in chosen.items():
         module.register_forward_hook(_noting(outputs, name))
-    inputs = batches.get(batch, state.context.input_field)
-    inputs = batches.map_tensors(lambda tensor: tensor.to(state.device), inputs)
+    inputs = batches.map_tensors(lambda tensor: tensor.to(state.device), batches.get(batch, state.context.input_field))
     with torch.no_grad():
         if isinstance(inputs, Mapping):
             net(**inputs)

@@ -1,9 +1,9 @@
 """Layers that replace others: normalisations, and products of two thinner linear layers or convolutions.
 
-Norms have the statistics of parts of a batch, or compute in half precision where the network does: under autocast
-torch runs layer and group normalisation in float32; the layers here compute in the dtype that autocast uses for matrix
-products, with sums in float32. Their weights have the same names and shapes as in the layers that they replace.
-Factorized layers are the closest to the given layer's weight.
+Norms have the statistics of parts of a batch, or compute in half precision where the network does: torch runs layer and
+group normalisation in float32 under autocast, and the layers here in the dtype that it uses for matrix products, with
+sums in float32. Their weights have the names and shapes of the layers that they replace. Factorized layers are the
+closest to the given layer's weight.
 """
 
 import math
@@ -53,9 +53,7 @@ def is_tied(module: nn.Module, root: nn.Module) -> bool:
 def recast(module: nn.Module, kind: type[M]) -> M:
     """Return a module of class `kind` with the same attributes, parameters and submodules, in copied dictionaries."""
     new = kind.__new__(kind)
-    new.__dict__.update(
-        {name: value.copy() if isinstance(value, dict) else value for name, value in vars(module).items()}
-    )
+    new.__dict__ |= {name: value.copy() if isinstance(value, dict) else value for name, value in vars(module).items()}
     return new
 
 
@@ -180,10 +178,8 @@ class GhostBatchNorm(Wrapping):
             mean, variance, step = norm.running_mean, norm.running_var, norm.momentum / num_parts
             if norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.add_(num_parts)
-        parts = input.tensor_split(num_parts)
-        output = torch.cat(
-            [F.batch_norm(part, mean, variance, norm.weight, norm.bias, True, step, norm.eps) for part in parts]
-        )
+        rest = mean, variance, norm.weight, norm.bias, True, step, norm.eps
+        output = torch.cat([F.batch_norm(part, *rest) for part in input.tensor_split(num_parts)])
         return norm.act(norm.drop(output)) if self._has_act else output
 
     def extra_repr(self) -> str:
@@ -211,7 +207,7 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
         if dtype is None:
             return super().forward(input)
         with torch.autocast(input.device.type, enabled=False):
-            weight, bias = _as(self.weight, dtype), _as(self.bias, dtype)
+            weight, bias = (None if one is None else one.to(dtype) for one in (self.weight, self.bias))
             return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
 
 
@@ -235,7 +231,7 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
         if dtype is None:
             return super().forward(input)
         with torch.autocast(input.device.type, enabled=False):
-            weight, bias = _as(self.weight, dtype), _as(self.bias, dtype)
+            weight, bias = (None if one is None else one.to(dtype) for one in (self.weight, self.bias))
             return F.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
 
 
@@ -245,10 +241,6 @@ def _low(input: Tensor) -> torch.dtype | None:
     if input.dtype is torch.float64 or not torch.amp.is_autocast_available(kind):
         return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
 
 
 def max_latent(module: nn.Linear | nn.Conv2d) -> int:

@@ -94,11 +94,8 @@ def _direction(point: Point, seed: int) -> Point:
 
 def _slopes(loss: Callable[[Point], Tensor], point: Point, grads: Point, direction: Point) -> tuple[float, float]:
     """Return the derivative along a direction, by the gradient and by the central difference."""
-    by_grad = sum(
-        (grads[field][name] * value).sum().detach().item()
-        for field in direction
-        for name, value in direction[field].items()
-    )
+    pairs = ((grads[field][name], value) for field in direction for name, value in direction[field].items())
+    by_grad = sum((grad * value).sum().detach().item() for grad, value in pairs)
     ahead, behind = (loss(_moved(point, direction, size)).detach().item() for size in (_EPS, -_EPS))
     return by_grad, (ahead - behind) / (2 * _EPS)
 
@@ -157,8 +154,7 @@ def _parts(direction: Point) -> Iterator[Point]:
 
 def as_path(path: str) -> str:
     """Return a key path in the form of state fields, `params['0.weight']` for `['params']['0.weight']`."""
-    field, rest = path[2:].split("']", 1)
-    return field + rest
+    return "".join(path[2:].split("']", 1))
 
 
 _WITHIN = frozenset(event for node in walk(loop_events) if isinstance(node, Grad) for event in events_in(node.body))
