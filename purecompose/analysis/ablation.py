@@ -80,16 +80,11 @@ def ablate(
         >>> train = data.arrays(inputs, (inputs[:, 0] > 0).long(), 16)
         >>> def new_state(seed):
         ...     net = torch.nn.Linear(4, 2)
-        ...     return State.create(
-        ...         net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=seed, duration="2ep"
-        ...     )
-        >>> result = ablate(
-        ...     lambda methods: compose(loop_events, methods),
-        ...     new_state,
-        ...     train,
-        ...     [algorithms.mixup(0.2), algorithms.label_smoothing(0.1)],
-        ...     evaluate=Evaluator(train),
-        ... )
+        ...     return State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=seed, duration="2ep")
+        >>> def new_step(methods):
+        ...     return compose(loop_events, methods)
+        >>> methods = [algorithms.mixup(0.2), algorithms.label_smoothing(0.1)]
+        >>> result = ablate(new_step, new_state, train, methods, evaluate=Evaluator(train))
         >>> [cell.name for cell in result.cells]
         ['all', 'label_smoothing', 'mixup', 'none']
         >>> [effect.method for effect in result.effects]

@@ -127,10 +127,8 @@ class Profile:
     Example:
         >>> import tempfile
         >>> from purecompose import compose, fit, loop_events, losses, optim
-        >>> state = State.create(
-        ...     torch.nn.Linear(3, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="6ba"
-        ... )
-        >>> data = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))]
+        >>> state = State.create(torch.nn.Linear(3, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="6ba")
+        >>> data = [(torch.zeros(4, 3), torch.zeros(4, 1))]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     state = fit(compose(loop_events), state, data, observers=Profile(folder, active=2))
         ...     os.listdir(folder)

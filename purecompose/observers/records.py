@@ -45,10 +45,8 @@ class Records(Recorder):
     Example:
         >>> import tempfile, torch
         >>> from purecompose import State, compose, fit, loop_events, losses, optim
-        >>> state = State.create(
-        ...     torch.nn.Linear(3, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="2ep"
-        ... )
-        >>> data = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))]
+        >>> state = State.create(torch.nn.Linear(3, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="2ep")
+        >>> data = [(torch.zeros(4, 3), torch.zeros(4, 1))]
         >>> with tempfile.TemporaryDirectory() as folder, Records(f"{folder}/run.jsonl") as records:
         ...     state = fit(compose(loop_events), state, data, observers=records)
         ...     [(record["batch"], sorted(record)) for record in read_records(records.path)]

@@ -113,10 +113,8 @@ class RunFolder:
         >>> import tempfile, torch
         >>> from purecompose import compose, fit, loop_events, losses, optim
         >>> from purecompose.records import read_run
-        >>> state = State.create(
-        ...     torch.nn.Linear(3, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="2ep"
-        ... )
-        >>> step, data = compose(loop_events), [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))]
+        >>> state = State.create(torch.nn.Linear(3, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="2ep")
+        >>> step, data = compose(loop_events), [(torch.zeros(4, 3), torch.zeros(4, 1))]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     run = RunFolder(f"{folder}/first", {"lr": 0.1}, command="python train.py --lr 0.1")
         ...     run.begin(step, state)
