@@ -351,7 +351,6 @@ def _checked(given: Any, what: str) -> Metric:
 
 
 def _called(name: str) -> Metric:
-    """Return the metric of this module that has this name."""
     if number := re.fullmatch(r"top_([1-9]\d*)", name):
         return top_k(int(number[1]))
     if name in ("balanced_accuracy", "f1", "iou"):

@@ -211,7 +211,6 @@ def write_settings(settings: Mapping[str, Any]) -> None:
 
 
 def read(table: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return the values of the settings in a table."""
     return {name: get() for name, (get, _) in table.items()}
 
 

@@ -237,7 +237,6 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str | Toned]]) -> str:
 
 
 def note(text: str, tone: str = "faint") -> str:
-    """Return a paragraph."""
     return f'<p class="{tone}">{_escaped(text)}</p>'
 
 

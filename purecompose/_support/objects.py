@@ -301,7 +301,6 @@ def _members(thing: Any, inside: tuple[int, ...]) -> Hashable:
 
 
 def _slots(thing: Any) -> dict[str, Any]:
-    """Return the values of an object's `__slots__` by name."""
     declared = (cls.__dict__.get("__slots__", ()) for cls in type(thing).__mro__)
     names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
     return {name: getattr(thing, name) for name in names if name[:2] != "__" and hasattr(thing, name)}

@@ -363,8 +363,6 @@ _GROUPS = {
 
 
 class Row(NamedTuple):
-    """One row of a table."""
-
     theirs: str
     """The text of its first cell."""
     names: tuple[str, ...]
@@ -374,7 +372,6 @@ class Row(NamedTuple):
 
 
 def rows(table: str) -> tuple[Row, ...]:
-    """Return the rows of a table's text."""
     found = list[Row]()
     for line in table.strip().splitlines():
         theirs, *where, answer = line.split(" | ")

@@ -267,7 +267,6 @@ class GyroDropout(nn.Module):
         self.register_buffer(_BUFFER, place)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop elements in training."""
         if not self.training or is_compared():  # a row's mask depends on its place in the batch
             return input
         place = _Place.read(self.get_buffer(_BUFFER))
@@ -278,7 +277,6 @@ class GyroDropout(nn.Module):
         return input * mask.to(input.device) / (1 - self.p)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
         return f"p={self.p}, sigma={self.sigma}, tau={self.tau}"
 
 

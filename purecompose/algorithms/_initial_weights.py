@@ -110,7 +110,6 @@ def _groups(root: nn.Module) -> dict[str, int]:
 def _chosen(
     state: State, how: str, groups: dict[str, int], patterns: tuple[str, ...] | None, name: str
 ) -> tuple[str, ...]:
-    """Return the names of the parameters to change."""
     fits = {"dirac": groups.__contains__, "orthogonal": lambda key: state.params[key].ndim > 1}.get(how, bool)
     names = tuple(key for key in state.context.trainable if fits(key))
     if patterns is None:
@@ -150,7 +149,6 @@ def _checked_frozen(frozen: Any, where: str) -> bool | Time:
 
 
 def _checked_layer(layer: Any, where: str) -> str | None:
-    """Require the name of a layer."""
     if layer is not None and not isinstance(layer, str):
         raise TypeError(f"{where}: expected the name of a layer, got {shown(layer)}")
     return layer
@@ -381,12 +379,10 @@ class _Watch:
         self.seen: Tensor | None = None
 
     def begin(self, root: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forget the last pass."""
         del root, args
         self.seen = None
 
     def keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the input of the layer's first call."""
         del module
         self.seen = (*args, *kwargs.values())[0] if self.seen is None else self.seen
 

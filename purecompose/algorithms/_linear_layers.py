@@ -131,7 +131,6 @@ _BERT, _GPT2, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name
 
 
 def _checked_name(act_fn: Any, where: str) -> str:
-    """Require the name of an activation."""
     if not isinstance(act_fn, str):
         raise TypeError(f"{where}: expected a str, one of {', '.join(map(repr, ACTIVATIONS))}, got {shown(act_fn)}")
     return _checked_act(act_fn, where)

@@ -197,7 +197,6 @@ def _unit_norm(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _chosen(name: str, where: tuple[str, ...], exclude: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
-    """Return the names of the parameters that are clipped."""
     for role, patterns in (("where", where), ("exclude", exclude)):
         for pattern in patterns:
             match_or_raise(pattern, names, f"{name}: {role}: {pattern!r}")

@@ -275,7 +275,6 @@ def apply_surgery(net: nn.Module, method: Algorithm, *, key: int | Tensor = 0) -
 
 
 def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> None:
-    """Warn that a method has found nothing to change in a network."""
     there = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
     warn(f"{name} has no effect: it looked for {wanted} and found none in a network of {there}. {advice}")
 

@@ -236,7 +236,6 @@ def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float
 
 
 def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixture:
-    """Return the targets of these inputs as a mixture."""
     mixture = Mixture.of(targets)
     num, num_targets = inputs.shape[0], mixture.weights[0].shape[0]
     if num_targets != num:
@@ -268,7 +267,6 @@ def check_mixable(
 def with_examples(
     state: State, input_field: batches.Field | None, target_field: batches.Field | None, examples: tuple[Tensor, Any]
 ) -> State:
-    """Return the state with new inputs and targets in its batch."""
     batch = batches.put(state.batch, input_field, examples[0])
     # The input of an autoencoder is its target, too: the mixed input.
     return state.replace(batch=batch if target_field == input_field else batches.put(batch, target_field, examples[1]))

@@ -123,7 +123,6 @@ class SoftCapped(Derived):
         return self.cap * torch.tanh(super().forward(input) / self.cap)
 
     def extra_repr(self) -> str:
-        """Return the layer's settings and the cap."""
         return f"{super().extra_repr()}, cap={self.cap}"
 
 

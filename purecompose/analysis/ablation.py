@@ -137,7 +137,6 @@ def _check_arguments(data: Any, evaluate: Any, metric: str | None, sequential: b
 
 
 def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
-    """Return the methods by name."""
     chosen = {method.name: method for method in as_algorithms(methods)}
     if not chosen or not chosen.keys().isdisjoint(("all", "none")):
         raise ValueError(f"ablate: methods: expected methods that are not called all or none, got {list(chosen)}")
@@ -239,7 +238,6 @@ class Trainer:
 
 
 def _seeds_name(seeds: Sequence[int]) -> str:
-    """Return the name of the folder of a run with these seeds."""
     if len(seeds) == 1:
         return f"seed-{seeds[0]}"
     if list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):

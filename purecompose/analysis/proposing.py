@@ -81,7 +81,6 @@ def proposed(
 
 
 def _checked(values: Any) -> dict[str, Range | list[float]]:
-    """Return the values with numbers as floats."""
     if not isinstance(values, Mapping) or not values:
         raise TypeError(f"sweep: values: expected lists of numbers by name, {{'lr': [0.01, 0.1]}}, got {shown(values)}")
     space: dict[str, Range | list[float]] = {}

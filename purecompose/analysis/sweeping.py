@@ -382,7 +382,6 @@ def _result(rates: list[float], losses: list[float], reach: int, has_diverged: b
 
 
 def _endless(data: Any, state: State) -> Iterator[Any]:
-    """Yield the batches of one epoch after the other."""
     for epoch in itertools.count(state.timestamp.epoch):
         before = None
         for before in epoch_batches(data, state.key, epoch):

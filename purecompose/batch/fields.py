@@ -303,7 +303,6 @@ _RECORDS = ("_slice_dict", "_inc_dict")
 
 
 def is_graphs(value: Any) -> bool:
-    """Return whether a value is a batch of graphs."""
     return hasattr(type(value), "num_graphs") and callable(getattr(value, "apply", None))
 
 

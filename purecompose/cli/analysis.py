@@ -139,7 +139,6 @@ def bisect(
 
 
 def _predicate(text: str) -> Any:
-    """Return the predicate that a text names."""
     call = specs.parse_one(text)
     if is_own(call.name) and not call.args and not call.kwargs:
         return imported(call.name)

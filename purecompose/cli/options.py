@@ -226,7 +226,6 @@ def summary_of(command: Callable[..., Any]) -> str:
 
 
 def examples_of(command: Callable[..., Any]) -> str | None:
-    """Return the examples in a command's docstring, if any."""
     _, found, examples = (inspect.getdoc(command) or "").partition("\nExamples:\n")
     return f"examples:\n{examples}" if found else None
 

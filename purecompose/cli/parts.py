@@ -68,12 +68,10 @@ _FOR_TEXT = {
 
 
 def is_text_file(data: str) -> bool:
-    """Return whether `--data` names a text."""
     return not is_own(data) and data.lower().endswith(".txt")
 
 
 def defaults_for(is_text: bool, num_examples: int) -> Mapping[str, Any]:
-    """Return the settings that suit some data."""
     return _FOR_TEXT if is_text else _FOR_LARGE_SETS if num_examples >= _LARGE else _FOR_SMALL_SETS
 
 
@@ -100,12 +98,10 @@ def check(found: Mapping[str, Any], option: str = "--set") -> None:
 
 
 def algorithms_of(settings: Settings) -> list[Algorithm]:
-    """Return the methods."""
     return [specs.build(call, ALGORITHMS, "algorithm") for call in specs.parse(settings.algorithms or "")]
 
 
 def schedule_of(settings: Settings) -> Any:
-    """Return the factor of the learning rate."""
     return specs.build(specs.parse_one(settings.schedule or ""), SCHEDULES, "schedule")
 
 

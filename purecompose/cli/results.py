@@ -117,7 +117,6 @@ class KeptRun:
         return settings_of(_places(self.run)[0]) | ({} if self.data is None else {"data": self.data})
 
     def check_single(self, what: str) -> None:
-        """Raise for a run of a population."""
         if self.settings().get("seeds", 1) > 1:
             raise UsageError(f"{self.run} trained a population; only a single network {what}")
 

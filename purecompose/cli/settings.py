@@ -35,7 +35,6 @@ from purecompose.nn.models import MODELS, check_options
 
 
 def _of_recipe(name: str) -> Any:
-    """Return the optimizer of a recipe, with its schedule."""
     if (found := recipe(name).optimizer) is None:
         raise ValueError(f"the recipe {name!r} leaves the optimizer to you")
     return found
@@ -233,7 +232,6 @@ def _set(call: specs.Call, arguments: Mapping[str, Any], factories: Mapping[str,
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """Return the settings in the folder of a run."""
     config = run / "config.toml"
     if not config.exists():
         why = "it has no config.toml" if run.exists() else "it does not exist"
@@ -293,7 +291,6 @@ def _as_call(value: Any) -> Any:
 
 
 def command_of(settings: Settings, out: str | None) -> str:
-    """Return the command that repeats a run."""
     words = ["python", "-m", "purecompose", "train"]
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -303,7 +300,6 @@ def command_of(settings: Settings, out: str | None) -> str:
 
 
 def _recipe_settings(name: str) -> dict[str, Any]:
-    """Return the settings that a recipe determines."""
     with reported_as("--recipe"):
         made = recipe(name)
     found: dict[str, Any] = {
@@ -320,7 +316,6 @@ def _recipe_settings(name: str) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """Return a setting's value converted to its type."""
     if name not in SETTINGS:
         hint = meant_setting(name) or specs.did_you_mean(name, SETTINGS) or f" there are {', '.join(SETTINGS)}"
         raise UsageError(f"{where}: there is no setting {name!r};{hint}")

@@ -85,7 +85,6 @@ TEXT = Kind(
 
 
 def kind_of(data: Data) -> Kind:
-    """Return the kind of the data."""
     return TEXT if isinstance(data, TextData) else IMAGES
 
 
@@ -168,8 +167,6 @@ def _own_network(call: specs.Call, factory: Any, shape: Mapping[str, Any]) -> An
 
 
 class Setup(NamedTuple):
-    """A run, ready to start."""
-
     step: Step | CompiledStep
     state: State
     train_data: datasets.Arrays

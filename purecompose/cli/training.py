@@ -132,8 +132,6 @@ def train(
 
 
 class _Place(NamedTuple):
-    """Where a run is kept."""
-
     path: Path
     """Its folder, or the local copy of one in remote storage."""
     named: str
@@ -143,7 +141,6 @@ class _Place(NamedTuple):
     resume: bool
 
     def opened(self, settings: Settings) -> RunFolder:
-        """Return the folder, opened for records."""
         with _about_out():
             return RunFolder(self.path, dataclasses.asdict(settings), command=self.command, resume=self.resume)
 

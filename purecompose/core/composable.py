@@ -60,7 +60,6 @@ def with_usual_loop(given: Any, algorithms: Any) -> tuple[Any, Any]:
 
 
 def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
-    """Return the algorithms."""
     chosen = _as_tuple(given, "algorithms")
     for algorithm in chosen:
         if not isinstance(algorithm, Algorithm):
@@ -84,7 +83,6 @@ def _how_to_make_one(given: Any) -> str:
 
 
 def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Return the passes."""
     ordering = _as_tuple(given, "passes")
     for one_pass in ordering:
         if not callable(one_pass):
@@ -110,7 +108,6 @@ def as_program(given: Iterable[Node | StateFn | str]) -> Program:
 
 
 def events_in_grad(program: Iterable[Node]) -> Iterator[Event]:
-    """Return the events inside `Grad` scopes."""
     return (event for node in walk(program) if isinstance(node, Grad) for event in events_in(node.body))
 
 

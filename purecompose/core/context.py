@@ -64,7 +64,6 @@ class Layout:
         return self.dim == 0 and self.splitter is None and batches.reported_size(batch) is None
 
     def can_cut(self, batch: Any) -> bool:
-        """Return whether a batch can be split."""
         return batches.reported_size(batch) is None if self.splitter is None else self.splitter.part is not None
 
     def describe(self, batch: Any) -> str:
@@ -74,7 +73,6 @@ class Layout:
         return f"batch_dim={self.dim}" if self.dim else "a batch of graphs or packed sequences"
 
     def num_examples(self, batch: Any) -> int:
-        """Return the number of examples in a batch."""
         if self.splitter is None:
             return batches.num_examples(batch, self.field, self.dim, self.target_field)
         return check_whole(self.splitter.num_examples(batch), "Splitter.num_examples(batch)", 0)
@@ -235,12 +233,10 @@ class Context:
 
     @property
     def loss_param_names(self) -> tuple[str, ...]:
-        """The names of the loss's parameters."""
         return () if self.loss_model is None else self.loss_model.param_names
 
     @property
     def loss_buffer_names(self) -> tuple[str, ...]:
-        """The names of the loss's buffers."""
         return () if self.loss_model is None else self.loss_model.buffer_names
 
     def with_settings(self, buffers: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> "Context":
@@ -250,7 +246,6 @@ class Context:
         return self.replace(settings={name: kept.get(name) or in_words(buffers[name]) for name in names})
 
     def replace(self, **changes: Any) -> "Context":
-        """Return a context with these changes."""
         new = dataclasses.replace(self, **changes)
         if new.layout == self.layout:  # it knows earlier batches
             object.__setattr__(new, "layout", self.layout)
@@ -342,7 +337,6 @@ def state_as_html(title: str, fields: Iterable[tuple[str, Any]]) -> str:
 
 
 def describe_moment(timestamp: Any) -> str:
-    """Return the time in words, for reasons."""
     elapsed = timestamp.elapsed()
     share = "" if elapsed is None else f" ({elapsed:.1%} of the run)"
     return f"at batch {timestamp.batch}{share}"

@@ -57,7 +57,6 @@ class Contract:
         return self._kept(apply, algorithm.apply, where, before, event, may_change=algorithm.host)
 
     def note(self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
-        """Record one application of an algorithm."""
         where = f"{algorithm.name} at {event}"
         touched = {
             f"metrics[{name!r}]" for name, value in after.metrics.items() if value is not before.metrics.get(name)
@@ -227,7 +226,6 @@ def _lasting(state: State) -> Named:
 
 
 def tensors_in(state: State, *fields: str) -> Named:
-    """Return the tensors in these fields."""
     return [(f"state.{name}", tensor) for name in fields for tensor in batches.tensors(getattr(state, name))]
 
 
@@ -243,7 +241,6 @@ def _specs_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def _summary(result: Any) -> str:
-    """Describe a value in a few words."""
     if isinstance(result, Mapping):
         return f"a {type(result).__name__} of {', '.join(map(repr, list(result)[:3])) or 'nothing'}"
     return f"{len(result)} things" if isinstance(result, tuple | list) else shown(result)

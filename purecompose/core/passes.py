@@ -41,7 +41,6 @@ def compose_passes(*passes: Pass) -> Pass:
 
 
 def run_pass(one_pass: Pass, algorithms: Sequence[Algorithm], event: Event) -> tuple[Algorithm, ...]:
-    """Apply one pass and check its result."""
     result: Any = one_pass(algorithms, event)
     if not isinstance(result, Sequence) or not all(isinstance(member, Algorithm) for member in result):
         raise TypeError(

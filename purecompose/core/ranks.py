@@ -207,7 +207,6 @@ class SharedPart:
         return self.size == 0
 
     def of_slice(self, num_examples: int) -> "SharedPart":
-        """Return a slice of this part."""
         share = self._share._replace(num_examples=0 if self.is_empty else num_examples)
         return SharedPart(self.ranks, share, self.total, self.batch, self._device, shares_statistics=False)
 
@@ -219,7 +218,6 @@ class SharedPart:
         return min(cut.num_slices(most), max(fewest, 1))
 
     def sum(self, own: Tensor) -> Tensor:
-        """Return the sum over ranks."""
         return self.ranks.reduced([own], "sum")[0]
 
     def gradient_share(self) -> Tensor:

@@ -293,7 +293,6 @@ def _moved(param: Tensor) -> Tensor:
 
 
 def _have_rows(state: State) -> bool:
-    """Return whether all outputs have a row for each example."""
     found = batches.tensors(state.outputs)
     has_rows = all(tensor.shape[:1] == (state.num_examples,) for tensor in found)
     return has_rows and bool(found) and state.context.layout.has_rows(state.batch)

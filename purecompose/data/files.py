@@ -455,6 +455,5 @@ def _code_points(text: str) -> Tensor:
 
 
 def _listed(characters: list[str]) -> str:
-    """Return a list of the first few characters as text."""
     more = f" and {len(characters) - 5} more" if len(characters) > 5 else ""
     return f"{', '.join(map(repr, characters[:5]))}{more}"

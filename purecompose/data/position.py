@@ -204,7 +204,6 @@ class PositionedBatches:
 
     @property
     def num_returned(self) -> int:
-        """The number of batches that have been returned."""
         return self._number - self._start
 
     def position(self, is_over: bool | None) -> dict[str, Any] | None:

@@ -53,8 +53,6 @@ def lightning_callback(
 
 
 class _LightningHooks:
-    """The hooks of the callback."""
-
     def __init__(self, methods: LoopMethods) -> None:
         self.methods = methods
 
@@ -140,8 +138,6 @@ def _file(args: Any, state: Any) -> Path:
 
 
 class _TrainerHooks:
-    """The hooks of the callback."""
-
     def __init__(self, methods: LoopMethods) -> None:
         self.methods = methods
 

@@ -371,7 +371,6 @@ def weighted_field(loss: Callable[..., Any], input_field: Any, target_field: Any
 
 
 def has_weights(field: Any) -> bool:
-    """Return whether a field of targets has weights of examples."""
     return isinstance(field, tuple) and isinstance(field[0], WeightedField)
 
 

@@ -331,7 +331,6 @@ def _elsewhere(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _tensor(value: Any) -> Tensor:
-    """Return a remembered value as a tensor."""
     if isinstance(value, Tensor):
         return value.detach()
     if type(value) not in _DTYPES:

@@ -37,7 +37,6 @@ class Guarded:
     inner: Optimizer
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
-        """Return the inner optimizer's state."""
         return self.inner.init(params)
 
     def update(
@@ -116,7 +115,6 @@ class DecayRule(NamedTuple):
     """Patterns for the names of parameters that decay."""
 
     def held(self, names: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of the parameters that decay."""
         chosen = matched(self.where, names) - matched(self.exclude, names)
         return [name for name in names if name in params and params[name].ndim >= self.min_dims and name in chosen]
 
@@ -150,7 +148,6 @@ class Decaying:
             )
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
-        """Return the inner optimizer's state."""
         return self.inner.init(params)
 
     def update(

@@ -74,7 +74,6 @@ class Panel(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
         return list(dict.fromkeys(one.column for one in self.series))
 
     @property

@@ -522,7 +522,6 @@ class _Lock:
         self._finalizer = weakref.finalize(self, file.close)
 
     def release(self) -> None:
-        """Release the lock."""
         if self._finalizer is not None:
             self._finalizer()
 

@@ -48,7 +48,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """Return the settings in a TOML file."""
     try:
         return tomllib.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:

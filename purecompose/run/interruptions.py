@@ -145,7 +145,6 @@ class Adaptive:
         self._proven = 0
 
     def __call__(self, state: State, batch: Any) -> State:
-        """Return the state after one batch."""
         num_examples = self.step.num_examples(state, batch)
         while True:
             try:

@@ -331,7 +331,6 @@ def _with_replacements(root: nn.Module, found: Iterable[_Found], originals: _Ori
 
 
 def _warn_of_nothing(name: str, root: nn.Module, rules: Rules, reach: tuple[nn.Module, ...]) -> None:
-    """Warn that there was nothing to replace."""
     kinds = tuple(kind for kind, rule in rules.items() if rule is not None)
     wanted = " or ".join(kind.__name__ for kind in kinds) or "nothing"
     there = ", ".join(sorted({type(module).__name__ for module in root.modules()}))

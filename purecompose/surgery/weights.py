@@ -215,12 +215,10 @@ class _Measuring:
         """Number of calls of each layer in this pass, by the layer's `id`."""
 
     def begin(self, root: nn.Module, args: tuple[Any, ...]) -> None:
-        """Reset the counts before a pass."""
         del root, args
         self._calls.clear()
 
     def measure(self, norm: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> None:
-        """Set a layer's statistics after its call."""
         del output
         inputs = (*args, *kwargs.values())[0]
         inputs = inputs if inputs.dtype is torch.float64 else inputs.float()

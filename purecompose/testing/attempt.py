@@ -44,8 +44,6 @@ SHRINK_SECONDS = 7.0
 
 
 class Tried(NamedTuple):
-    """The result of a case."""
-
     acted: bool = True
     """True if there was something to judge."""
     failure: Exception | None = None
@@ -53,8 +51,6 @@ class Tried(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The result of all cases."""
-
     num_cases: int = 0
     """Number of cases up to the first that fails, without those that an assumption rejects."""
     num_acted: int = 0

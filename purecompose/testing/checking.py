@@ -160,7 +160,6 @@ class Trials:
         )
 
     def judge(self, law: Law) -> Outcome:
-        """Try one law."""
         subject = self.neutral if law.name == NEUTRAL else self.subject
         unsuited = {task: why for task in self.tasks if (why := law.unsuited(task)) is not None}
         skipped = _NO_NEUTRAL if subject is None else law.exempt(subject.algorithm)

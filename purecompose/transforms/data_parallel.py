@@ -63,7 +63,6 @@ class Shared(Scope):
         super().__init__(*body, ranks=ranks, is_checked=is_checked or ranks is None, placing=placing, _compared={})
 
     def lower(self, place: Place) -> Sequence[Lowered]:
-        """Return the scope as one operation."""
         ranks = self.ranks
         if ranks is None:
             return place.lower(self.body)
@@ -230,7 +229,6 @@ class _OnPart:
         return purpose.is_first and not self.is_checked
 
     def __call__(self, carry: Carry, purpose: Purpose, sum_gradients: SumGradients | None = None) -> Carry:
-        """Run the operation."""
         if purpose.sharing == "none":
             return self.operation(carry, purpose)
         state, ranks = carry.state, self.ranks.comparing() if self.compares(purpose) else self.ranks

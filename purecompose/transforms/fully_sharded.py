@@ -154,7 +154,6 @@ def whole(state: State) -> State:
 
 
 def _check_mesh(mesh: Any, where: str) -> None:
-    """Raise a `TypeError` unless this is a mesh of processes."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):

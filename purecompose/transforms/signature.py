@@ -42,7 +42,6 @@ class Spec(NamedTuple):
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """Return the spec of a tensor."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"expected a dense tensor, got one with layout {tensor.layout}; to_dense() makes it one")
     return Spec(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
@@ -302,7 +301,6 @@ class Boundary:
 
     @property
     def device(self) -> torch.device:
-        """The device of the state."""
         return self.signatures["key"].specs[0].device
 
     def after(self, writes: Writes, used: frozenset[str]) -> "Boundary":

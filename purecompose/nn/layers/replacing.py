@@ -64,7 +64,6 @@ class Wrapping(nn.Module):
     """Name of the attribute that holds the other module."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module or of the wrapped one."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -93,7 +93,6 @@ def from_json(text: bytes) -> Index:
 
 
 def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
-    """Return a timestamp as plain values."""
     run = timestamp.run
     counters = {name: getattr(timestamp, name) for name in _COUNTERS}
     return {
@@ -105,7 +104,6 @@ def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
 
 
 def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
-    """Return the timestamp from the values of `time_to_plain`."""
     try:
         duration = plain["duration"]
         length = None if duration is None else Time.of(duration)
@@ -183,7 +181,6 @@ def file_name(number: int = 0, total: int = 1) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name is that of a file of tensors."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -191,7 +188,6 @@ _NAME = re.compile(r"state(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file."""
     package = library()
     try:
         package.torch.save_file(dict(tensors), file, dict(metadata))
@@ -308,7 +304,6 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def library() -> Any:
-    """Return the safetensors package."""
     try:
         import safetensors.torch
     except ImportError as error:

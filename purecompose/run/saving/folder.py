@@ -76,7 +76,6 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write the index of a checkpoint."""
     (folder / INDEX).write_text(to_json(index), encoding="utf-8")
 
 
@@ -215,7 +214,6 @@ def _is_being_written(path: Path) -> bool:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a name is that of a run's checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -261,16 +261,13 @@ class SlicedPart:
                 self._views += [(name, i) for i in views]
 
     def compiled_parts(self) -> Iterable[CompiledPart]:
-        """Return the graphs of the slices."""
         return [part for part, _ in self._compiled_parts.values()]
 
     def after(self, boundary: Boundary) -> Boundary:
-        """Return the boundary after the scope."""
         writes: Writes = self.writes
         return boundary.after(writes, self.used)
 
     def run(self, values: Values, buffers: StateBuffers, *, from_buffers: bool) -> None:
-        """Run the scope and put its results into `values`."""
         del buffers, from_buffers
         before = {name: self._boundary.signatures[name].build(values[name]) for name in FIELDS}
         start = state_of(self._boundary.static, None, before)

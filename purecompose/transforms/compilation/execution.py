@@ -43,7 +43,6 @@ _UNFINISHED = "was being written over by a step that has not finished"
 
 
 def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[Tensor], plan: ExecutionPlan) -> State:
-    """Execute a plan and return the state after the step."""
     buffers, state, lease = launch.buffers, launch.state, launch.lease
     if buffers.generation == 1:  # the second step: by now the state that was copied into the buffers has been freed
         return_freed_memory()

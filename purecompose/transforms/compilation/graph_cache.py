@@ -50,7 +50,6 @@ class GraphCache:
     """All graphs and plans of a compiled step."""
 
     def __init__(self, step: Step, options: Options) -> None:
-        """Start empty."""
         self.step, self.options, self.segments = step, options, Segments(step)
         self.ranks = step.ranks
         self._builder = Builder(step, options)

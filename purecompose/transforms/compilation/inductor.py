@@ -66,7 +66,6 @@ def _import() -> _Imports:
 
 
 def mode_options(mode: str, dynamic: Any) -> dict[str, Any]:
-    """Return Inductor's options for a mode of `torch.compile`."""
     return importlib.import_module("torch._inductor").list_mode_options(mode, dynamic)
 
 

@@ -48,7 +48,6 @@ class Variant:
 
     @property
     def title(self) -> str:
-        """Description for announcements."""
         acting = ", ".join(self.acting) or "no algorithm"
         return f"part {self.segment} of the step ({acting}; batch {self.batch or 'gone'})"
 
@@ -164,7 +163,6 @@ class CompiledPart:
         self.is_plain = taken <= {"", *LASTING, "key", "loss", "batch"}
 
     def compiled_parts(self) -> "Iterable[CompiledPart]":
-        """Return the part itself."""
         return (self,)
 
     def fits(self, signatures: Mapping[str, Signature]) -> bool:
@@ -178,7 +176,6 @@ class CompiledPart:
         ) and sizes.allows(signatures)
 
     def after(self, boundary: Boundary) -> Boundary:
-        """Return the boundary after the part."""
         if self._sizes is None:
             return boundary.after(self.writes, self.used)
         settled = {
@@ -334,7 +331,6 @@ class Segments:
 
     @property
     def num(self) -> int:
-        """The number of segments."""
         return len(self._masks)
 
     def stretches(self, operations: Sequence[Lowered], bits: int) -> list[Stretch]:

@@ -305,7 +305,6 @@ class _BatchInfo(NamedTuple):
 
 
 def _inspect(batch: Any) -> tuple[_BatchInfo, list[Tensor]]:
-    """Return the batch's properties and its tensors."""
     if type(batch) is tuple:
         specs, requires_grad = [], False
         for tensor in batch:
@@ -320,7 +319,6 @@ def _inspect(batch: Any) -> tuple[_BatchInfo, list[Tensor]]:
 
 
 def _new_buffers(found: dict[str, tuple[Signature, list[Tensor]]], *, is_donated: bool) -> StateBuffers:
-    """Return new buffers with the values of these fields."""
     signatures, values = {}, {}
     for name in LASTING:
         signature, tensors = found[name]

@@ -23,7 +23,6 @@ def messages(graph: fx.Graph) -> list[fx.Node]:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return whether a node waits for a message."""
     return device.is_wait(node.target)
 
 
