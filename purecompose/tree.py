@@ -336,7 +336,10 @@ def global_norm(tree: Any) -> Tensor:
 
 def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:
     """Return by key path each leaf or empty container, and the types of the nodes above it."""
-    return {path: (leaf, above) for path, leaf, above in _entries(tree, is_leaf=_is_empty_container)}
+    return {
+        path: (leaf, above)
+        for path, leaf, above in _entries(tree, is_leaf=lambda node: isinstance(node, dict | list | tuple) and not node)
+    }
 
 
 def _entries(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any, tuple[type, ...]]]:
@@ -361,10 +364,6 @@ def _entries(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterato
 
 def _holds_tensors(node: Any) -> bool:
     return any(isinstance(leaf, Tensor) or _holds_tensors(members(leaf)) for leaf in leaves(node)) if node else False
-
-
-def _is_empty_container(node: Any) -> bool:
-    return isinstance(node, (dict, list, tuple)) and not node
 
 
 def _leaf_difference(path: str, first: Any, second: Any, tolerance: ToleranceLike) -> Difference | None:

@@ -57,7 +57,10 @@ def list_runs(folder: str | os.PathLike[str], *, sort: str | None = None) -> lis
     name = sort.removeprefix("-")
     found = [(_number(value), row) for value, row in zip(_values(rows, name), rows, strict=True)]
     known = [pair for pair in found if pair[0] is not None]
-    known.sort(key=lambda pair: (isinstance(pair[0], str), pair[0]), reverse=_is_higher_better(name) != (name != sort))
+    known.sort(
+        key=lambda pair: (isinstance(pair[0], str), pair[0]),
+        reverse=(metrics.is_lower_better(name) is False) != (name != sort),
+    )
     return [row for _, row in [*known, *(pair for pair in found if pair[0] is None)]]
 
 
@@ -143,10 +146,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None if value is None else str(value)
     return float(value) if math.isfinite(value) else None
-
-
-def _is_higher_better(name: str) -> bool:
-    return metrics.is_lower_better(name) is False
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:

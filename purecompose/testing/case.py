@@ -66,7 +66,12 @@ class Subject(NamedTuple):
             raise TypeError(
                 f"expected an Algorithm or a text such as 'my_module:name' or 'mixup(0.2)', got {shown(given)}{hint}"
             )
-        return cls(_imported(given) if ":" in given.partition("(")[0] else _shipped(given), given)
+        return cls(
+            _imported(given)
+            if ":" in given.partition("(")[0]
+            else specs.build(specs.parse_one(given), BY_NAME, "algorithm"),
+            given,
+        )
 
     @property
     def name(self) -> str:
@@ -109,10 +114,6 @@ def _rebuilt(source: str, events: tuple[Event, ...]) -> Subject:
     if subject.algorithm.events == events:
         return subject
     return subject.changed(match=subject.algorithm.predicate & on(*events))
-
-
-def _shipped(text: str) -> Algorithm:
-    return specs.build(specs.parse_one(text), BY_NAME, "algorithm")
 
 
 def _found(text: str) -> Any:

@@ -325,7 +325,11 @@ def _mixer() -> Algorithm:
     exempt=lambda algorithm: (
         never_acts(algorithm)
         or ("a host algorithm reads values, through which no gradient flows" if algorithm.host else None)
-        or ("it stops gradients on purpose (Trait.STOPS_GRADIENTS)" if _stops_gradients(algorithm) else None)
+        or (
+            "it stops gradients on purpose (Trait.STOPS_GRADIENTS)"
+            if Trait.STOPS_GRADIENTS in algorithm.traits
+            else None
+        )
     ),
     unsuited=lambda task: "differences are lost in the rounding of half precision" if task.is_half else None,
     idle="it never acted, refuses float64, or has a jump or kink at the point",
@@ -388,10 +392,6 @@ def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 
 
 _SMALL_LR = 0.01
-
-
-def _stops_gradients(algorithm: Algorithm) -> bool:
-    return Trait.STOPS_GRADIENTS in algorithm.traits
 
 
 def _point(state: State, names: set[str]) -> Point:
