@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, _guards, fx
@@ -33,6 +33,7 @@ from purecompose.time.predicates import NEVER
 from purecompose.transforms.compilation import gpu
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE
 from purecompose.transforms.compilation.gpu import (
+    Compiled,
     draw_in_kernels,
     fusing_near,
     fusing_within_lists,
@@ -49,9 +50,6 @@ from purecompose.transforms.compilation.rewriting import (
 )
 from purecompose.transforms.compilation.updates import UPDATES, look_up_rows, update_in_place, write_early
 
-
-Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
-"""A compiled graph. It may empty the list passed to it."""
 
 BACKENDS = ("inductor", "eager")
 _COMBINING = {"combo_kernels": True, "combo_kernel_peak_memory_pct_threshold": 0.0}
@@ -312,7 +310,7 @@ class Options:
         return self
 
     def _check_replay(self, step: Step) -> None:
-        """Raise an `UnsupportedError` for a step that a CUDA graph cannot repeat; see `replay.Replay`."""
+        """Raise an `UnsupportedError` for a step that a CUDA graph cannot repeat; see `gpu.Replay`."""
         events = events_in(step.program)
         hosts = [
             one.name

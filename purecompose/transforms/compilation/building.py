@@ -14,11 +14,11 @@ from purecompose._support.messages import warn
 from purecompose.core.compose import Step
 from purecompose.core.operation import Carry, Lowered, Members, Operation, Purpose
 from purecompose.core.program import events_in
-from purecompose.transforms.compilation.backends import Compiled, Options, compile_graph
+from purecompose.transforms.compilation.backends import Options, compile_graph
 from purecompose.transforms.compilation.capture import Captured, capture, explained, fake_mode, state_of
+from purecompose.transforms.compilation.gpu import Compiled, check_on_device
 from purecompose.transforms.compilation.inductor import start_inductor
 from purecompose.transforms.compilation.parts import CompiledPart, Stretch, Values, Variant, too_many
-from purecompose.transforms.compilation.replay import check_on_device
 from purecompose.transforms.compilation.sizes import can_open
 from purecompose.transforms.compilation.updates import GraphForm, described, write_early
 from purecompose.transforms.members import own_tensors

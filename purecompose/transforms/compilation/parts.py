@@ -14,9 +14,8 @@ from purecompose.core.operation import Lowered, Node
 from purecompose.core.program import Update, events_in
 from purecompose.core.scopes import Scope
 from purecompose.errors import VariantLimitError
-from purecompose.transforms.compilation.backends import Compiled
 from purecompose.transforms.compilation.capture import Captured
-from purecompose.transforms.compilation.replay import Replay
+from purecompose.transforms.compilation.gpu import Compiled, Replay
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS
 from purecompose.transforms.compilation.updates import GraphForm
 from purecompose.transforms.signature import LASTING, Boundary, Signature, Source, StateBuffers

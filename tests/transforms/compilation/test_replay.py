@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import Event, every, hparam, optim
-from purecompose.transforms.compilation.replay import Replay, check_on_device
+from purecompose.transforms.compilation.gpu import Replay, check_on_device
 from tests.helpers import make_batch, make_batches, make_cnn, make_state, noise
 from tests.transforms.compilation.compile_helpers import (
     LIBRARY,
