@@ -300,7 +300,8 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
     batch, leaves, since = None, (), by_checkpoint[-1].batch
     if first is not None:
         since = by_checkpoint[first - 1].batch if first else -1
-        batch, leaves = by_checkpoint[first].batch, tuple(_differing(*map(_tensors, pairs[first]), tolerance))
+        ours, theirs = map(_tensors, pairs[first])
+        batch, leaves = by_checkpoint[first].batch, tuple(_differing(ours, theirs, tolerance))
         if first and isinstance(run_a, RecordedRun) and isinstance(run_b, RecordedRun):
             exact = _side_by_side(run_a, run_b, pairs[first - 1], batch, tolerance)
             if exact is not None:
