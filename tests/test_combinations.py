@@ -14,8 +14,8 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop, loop_events, on
+from purecompose.combinations import REFUSED
 from purecompose.core.ranks import Ranks
-from purecompose.errors import REFUSED
 from purecompose.transforms.data_parallel import Shared, shared_program
 from purecompose.transforms.fully_sharded import check_needs_no_parts
 

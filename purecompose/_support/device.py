@@ -1,8 +1,8 @@
 """Devices: numbers sent without waiting, precision, freed memory, torch's settings of the process; and shards.
 
 Shards are tensors of which each of several processes holds some rows, as `torch.distributed.tensor.DTensor`s. Most
-programs have none, and importing that module takes a second. So nothing here imports it: where it is not loaded, there
-are no shards.
+programs have none, and importing that module takes a second. So nothing here imports it: where it is not loaded, no
+shards exist.
 """
 
 import ctypes

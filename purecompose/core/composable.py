@@ -7,6 +7,7 @@ from typing import Any
 from purecompose._support.messages import warn
 from purecompose._support.objects import check_hidden
 from purecompose._support.specs import shown
+from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.context import Cut, Layout
 from purecompose.core.loop import advance, lacking_events, loop_events
@@ -16,7 +17,6 @@ from purecompose.core.program import Program, Stage, StateFn, Update, as_nodes, 
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Grad, Scope
 from purecompose.core.state import State
-from purecompose.errors import unsupported
 from purecompose.nn.keyed.modules import detect
 from purecompose.schedule import collect
 from purecompose.time import Time, TimeUnit

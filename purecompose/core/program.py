@@ -15,11 +15,12 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.internals import is_fake, is_transforming
 from purecompose._support.messages import warn
+from purecompose.combinations import unsupported
 from purecompose.core.contract import Contract
 from purecompose.core.means import check_passes_agree, check_terms, denominators, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Place, Purpose, lift, walk
 from purecompose.core.state import State
-from purecompose.errors import ContractError, unsupported
+from purecompose.errors import ContractError
 from purecompose.losses.evaluation import check_pairs, dense_advice
 from purecompose.time.event import Event
 

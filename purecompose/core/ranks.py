@@ -14,8 +14,8 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.device import all_gather, all_reduce, reduce_scatter
 from purecompose._support.internals import is_fake, is_transforming
+from purecompose.combinations import unsupported
 from purecompose.core.context import Cut, Layout
-from purecompose.errors import unsupported
 
 
 Sharing: TypeAlias = Literal["all", "own", "none"]

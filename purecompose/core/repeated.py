@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, tree
 from purecompose._support.internals import is_transforming
 from purecompose._support.specs import shown
+from purecompose.combinations import unsupported
 from purecompose.core.clock import check_reads, scalars_of
 from purecompose.core.context import Context, Cut, Static
 from purecompose.core.means import (
@@ -29,7 +30,6 @@ from purecompose.core.operation import Carry, Lowered, Node, Operation, Purpose,
 from purecompose.core.ranks import Ranks, SharedPart, Sharing
 from purecompose.core.separable import Check, check_operations
 from purecompose.core.state import State
-from purecompose.errors import unsupported
 from purecompose.nn.keyed.draws import current_run
 from purecompose.schedule import Hparam, Schedule, collect
 

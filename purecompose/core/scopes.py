@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import losses
+from purecompose.combinations import unsupported
 from purecompose.core.context import Cut
 from purecompose.core.gradient import Forward, differentiate
 from purecompose.core.means import with_whole_loss
@@ -19,7 +20,7 @@ from purecompose.core.ranks import Ranks
 from purecompose.core.repeated import in_slices, repeatable
 from purecompose.core.separable import Check, check_scope
 from purecompose.core.state import State
-from purecompose.errors import ContractError, unsupported
+from purecompose.errors import ContractError
 from purecompose.nn.differentiable import OwnDerivatives
 from purecompose.nn.keyed.draws import Part, running
 from purecompose.random.keys import fold_in, salt

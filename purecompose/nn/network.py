@@ -25,7 +25,7 @@ from purecompose._support.device import (
 )
 from purecompose._support.internals import GradMode, is_fake, is_in_backward, is_transforming, is_watched, unwrapped
 from purecompose._support.messages import warn
-from purecompose.errors import unsupported
+from purecompose.combinations import unsupported
 from purecompose.nn.differentiable import OwnDerivatives, is_in_gradient
 from purecompose.nn.kernels import kernels
 from purecompose.nn.keyed import modules

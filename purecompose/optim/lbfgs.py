@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from purecompose._support.device import is_shard
 from purecompose._support.internals import is_fake, is_transforming
-from purecompose.errors import unsupported
+from purecompose.combinations import unsupported
 from purecompose.optim.base import Rate
 from purecompose.optim.protocol import Value
 from purecompose.schedule import Scalar, number

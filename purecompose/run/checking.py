@@ -10,11 +10,11 @@ from typing import Any
 
 from purecompose._support.messages import warn
 from purecompose._support.specs import is_callable_with, shown
+from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.state import State
 from purecompose.data.loaders import StateStream, check_batches
-from purecompose.errors import unsupported
 from purecompose.run.evaluation import Evaluator, Observer, check_other_data, warn_of_missing_terms
 from purecompose.run.outer import Settings
 from purecompose.run.rules import BestState, EarlyStopping, mode_of, with_modes

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from purecompose import batch as batches, tree
 from purecompose._support.device import is_shard
 from purecompose._support.specs import shown
+from purecompose.combinations import unsupported
 from purecompose.core.compose import Step
 from purecompose.core.means import denominators, part_of
 from purecompose.core.operation import SINGLE, Carry, Lowered, Operation, Place, Purpose, walk
@@ -28,7 +29,6 @@ from purecompose.core.repeated import SealedOutputs, repeatable
 from purecompose.core.scopes import Grad, Microbatches, Scope, with_own_gradients
 from purecompose.core.separable import Check
 from purecompose.core.state import State
-from purecompose.errors import unsupported
 from purecompose.transforms.gathering import Placing, by_layer
 from purecompose.transforms.rank_results import (
     SumGradients,

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from purecompose import tree
 from purecompose._support.device import Place, building, divided, is_shard, whole as whole_tensor
 from purecompose._support.specs import shown
+from purecompose.combinations import unsupported
 from purecompose.core.algorithm import Trait
 from purecompose.core.compose import Step
 from purecompose.core.operation import SINGLE, walk
 from purecompose.core.ranks import Ranks
 from purecompose.core.scopes import Microbatches
 from purecompose.core.state import State
-from purecompose.errors import unsupported
 from purecompose.random.keys import as_rng, fold_in, key as key_of
 from purecompose.transforms.data_parallel import shared_program
 from purecompose.transforms.gathering import Placing

@@ -16,12 +16,12 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._support.device import is_shard
 from purecompose._support.specs import check_whole
+from purecompose.combinations import unsupported
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
 from purecompose.core.operation import SINGLE, Carry, Lowered, Members, Operation, Purpose, in_order
 from purecompose.core.state import State
 from purecompose.core.values import NO_TEMPORARY, fields_where
-from purecompose.errors import unsupported
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.members import common, expanded, explained, mapped, member, stacked

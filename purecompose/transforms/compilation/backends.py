@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from purecompose._support.device import keep_freed_memory, return_freed_memory
 from purecompose._support.specs import check_flag, check_whole, shown
+from purecompose.combinations import unsupported
 from purecompose.core.compose import Step
 from purecompose.core.program import events_in
-from purecompose.errors import TraceError, unsupported
+from purecompose.errors import TraceError
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.compilation import gpu
 from purecompose.transforms.compilation.capture import FALLBACK_ADVICE
