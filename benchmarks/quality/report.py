@@ -35,7 +35,7 @@ from purecompose.analysis import simultaneous_intervals
 ROOT = pathlib.Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 TASKS = (mnist.TASK, cifar10.TASK, shakespeare.TASK)
-COLORS = {"recipe": "#c2410c", "baseline": "#334155"}
+COLORS = {"recipe": "#c2410c", "baseline": "#334155", "whitened loop": "#0f766e"}
 Runs = Mapping[tuple[str, int], Sequence[Point]]
 """The points of each run of one task in one precision, by side and seed."""
 
@@ -174,7 +174,7 @@ def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
     for task, row in zip(tasks, panels, strict=True):
         for (side, _), points in sorted(runs_of(task, task.precisions[0]).items()):
             values = [point.value for point in points]
-            style: dict[str, Any] = {"color": COLORS.get(side, "#cbd5e1"), "linewidth": 0.9, "alpha": 0.8}
+            style: dict[str, Any] = {"color": COLORS[side], "linewidth": 0.9, "alpha": 0.8}
             row[0].plot([point.seconds for point in points], values, **style)
             row[1].plot([point.batch for point in points], values, **style)
         for panel, unit in zip(row, ("seconds of training, compilation included", "batches"), strict=True):
@@ -193,7 +193,7 @@ def draw(tasks: Sequence[Task], path: pathlib.Path) -> None:
             color="#475569",
         )
     for side in dict.fromkeys(side for task in tasks for side, _ in runs_of(task, task.precisions[0])):
-        panels[0][0].plot([], [], color=COLORS.get(side, "#cbd5e1"), label=side)
+        panels[0][0].plot([], [], color=COLORS[side], label=side)
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
     save(figure, path, "Quality over seconds and over batches, for both sides and all seeds")
 
