@@ -11,6 +11,7 @@ from reference import linked
 # An indented block, alone or after a paragraph that ends in `::`.
 BLOCK = re.compile(r"(?:^(.*?)::\n\n?|(?<=\n\n))((?: {4}.*\n)(?:(?: {4}.*)?\n)*)", re.M)
 SECTION = re.compile(r"^(?:Args|Attributes|Returns|Raises|Warns|Example|References|Note):$", re.M)
+DECLARED = re.compile(r"_declare\((\w+)\)")
 EXAMPLE = re.compile(r"^Example:\n((?:(?: {4}.*)?\n)+)", re.M)
 ERRORS = re.compile(r"^    [A-Z]\w+(?:, [A-Z]\w+)+(?=: )", re.M)
 
@@ -29,10 +30,20 @@ def _prepare(obj: griffe.Object) -> None:
     for member in obj.members.values():
         if isinstance(member, griffe.Object):
             _prepare(member)
+    if isinstance(obj, griffe.Function):
+        _declare_parameters(obj)
     if isinstance(obj, griffe.Class):
         _drop_properties(obj)
         if obj.docstring:
             _list_fields(obj, obj.docstring)
+
+
+def _declare_parameters(function: griffe.Function) -> None:
+    """Give a function with the decorator `_declare(other)` the parameters of the other one without its first."""
+    for decorator in function.decorators:
+        if (declared := DECLARED.fullmatch(str(decorator.value))) and function.parent is not None:
+            _, *parameters = function.parent.members[declared[1]].parameters  # pyright: ignore[reportAttributeAccessIssue]
+            function.parameters = griffe.Parameters(*parameters)
 
 
 def _drop_properties(obj: griffe.Class) -> None:
