@@ -6,6 +6,7 @@ Several processes all end after the same batch.
 
 import itertools
 import os
+import re
 import signal
 import threading
 from collections import deque
@@ -69,9 +70,6 @@ class CommonEnd:
             self._sent.popleft().synchronize()
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 class Interrupts:
     """A reusable context manager that records SIGINT and SIGTERM, in the main thread; a second signal acts at once.
 
@@ -86,7 +84,7 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            self._outside = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._outside = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,6 +131,9 @@ class Interrupts:
             signal.signal(number, handler)
 
 
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
+
+
 class Adaptive:
     """A step that is repeated with more microbatches when it runs out of memory, which computes the same.
 
@@ -148,9 +149,12 @@ class Adaptive:
         num_examples = self.step.num_examples(state, batch)
         while True:
             try:
-                new = self.step(self._safe(state, num_examples), batch)
+                # A donating step that fails may have begun to overwrite the memory of its state.
+                is_at_risk = num_examples > self._proven and state.lease is not None
+                new = self.step(state.copy() if is_at_risk else state, batch)
             except RuntimeError as error:
-                if not _is_out_of_memory(error):
+                is_memory_spent = isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error))
+                if not is_memory_spent:
                     raise
                 k = self.step.cut.num_slices(num_examples)
                 if k >= num_examples:
@@ -168,13 +172,3 @@ class Adaptive:
                 return new
             if state.device.type == "cuda":
                 torch.cuda.empty_cache()
-
-    def _safe(self, state: State, num_examples: int) -> State:
-        """Return a state that survives a failure: a donating step may have begun to overwrite its memory."""
-        is_at_risk = num_examples > self._proven and state.lease is not None
-        return state.copy() if is_at_risk else state
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text

@@ -83,16 +83,17 @@ def check_moved(before: Timestamp, now: Timestamp) -> None:
     if run.duration is None:
         return
     unit = run.duration.unit
-    if unit is TimeUnit.TOKEN and now.token == before.token:
+    if unit in _REMEDIES and now.get(unit) == before.get(unit):
         raise ValueError(
-            f"the run is counted in tokens (duration {run.duration}), but batch {before.batch} has none: tokens are "
-            "the elements of a batch's 'input_ids'. Name the ids so, or give the duration in samples, batches or epochs"
+            f"the run is counted in {unit.name.lower()}s (duration {run.duration}), but batch {before.batch} has none: "
+            f"{_REMEDIES[unit]}, or give the duration in batches or epochs"
         )
-    if unit is TimeUnit.SAMPLE and now.sample == before.sample:
-        raise ValueError(
-            f"the run is counted in samples (duration {run.duration}), but batch {before.batch} has none; leave empty "
-            "batches out of the data, or give the duration in batches or epochs"
-        )
+
+
+_REMEDIES = {
+    TimeUnit.TOKEN: "tokens are the elements of a batch's 'input_ids'; name the ids so",
+    TimeUnit.SAMPLE: "leave empty batches out of the data",
+}
 
 
 class Settings(NamedTuple):
@@ -174,9 +175,10 @@ class Run:
             self._handle_pending_signal()
 
     def _cuts(self, state: State) -> Iterator[State]:
-        if self.keeper is not None and self.keeper.settings.keep == "log" and not self.memory.get("has_begun", False):
+        has_begun = self.memory.get("has_begun", False)
+        if self.keeper is not None and self.keeper.settings.keep == "log" and not has_begun:
             self._save(state, has_begun=False)
-        state = self._begun(state)
+        state = notify(self._observers, Event.FIT_START, state) if has_begun else self._fire(Event.FIT_START, state)
         while not self._is_over(state):
             before = state.timestamp
             for cut in self._epoch(state):
@@ -206,11 +208,6 @@ class Run:
             return state
         self.best.see(state, self._measured(state))
         return state if self.best.state is None else self.best.state
-
-    def _begun(self, state: State) -> State:
-        if not self.memory.get("has_begun", False):
-            return self._fire(Event.FIT_START, state)
-        return notify(self._observers, Event.FIT_START, state)
 
     def _is_over(self, state: State) -> bool:
         """Return whether the run's length or time budget is used up, or a stopping rule has ended the run."""
@@ -379,16 +376,12 @@ class Run:
         is_batch = event is Event.BATCH_END
         state = self._fire(Event.BATCH_CHECKPOINT if is_batch else Event.EPOCH_CHECKPOINT, state)
         if is_batch and state.timestamp.epoch != before.epoch:
-            if not self._is_over(state) or _counts_epochs(state):
+            duration = state.timestamp.run.duration
+            if not self._is_over(state) or duration is None or duration.unit is TimeUnit.EPOCH:
                 # As in an epoch of unknown length, where this event precedes the discovery that it is exhausted.
                 state = self._fire(Event.BEFORE_DATALOADER, state)
             return self._end_epoch(state, before)
         return state
-
-
-def _counts_epochs(state: State) -> bool:
-    duration = state.timestamp.run.duration
-    return duration is None or duration.unit is TimeUnit.EPOCH
 
 
 def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> bool:

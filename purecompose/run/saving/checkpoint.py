@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -74,20 +74,20 @@ class Snapshot:
         if writers is not None and writers.is_joint:
             self.complete(target, writers, lambda: self.write_part(target, writers))
         elif writers is None or writers.is_first:
-            disk.write(target, self._index, self._stored(self.tensors))
+            disk.write(target, self._index, self._stored())
 
     def write_part(self, target: Path, writers: Writers) -> None:
         """Write what this process holds, as `folder.write_part`."""
-        disk.write_part(target, lambda: self._stored(self.tensors), self.rows, writers)
+        disk.write_part(target, self._stored, self.rows, writers)
 
     def complete(self, target: Path, writers: Writers, part: Callable[[], None], *, is_alone: bool = False) -> None:
         """Complete what all processes have written, as `folder.complete`."""
         disk.complete(target, self._index, part, writers, is_alone=is_alone)
 
-    def _stored(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def _stored(self) -> dict[str, Tensor]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return {name: stored(self.tensors[name]) for name in names}
+        return {name: stored(tensor) for name, tensor in self.tensors.items()}
 
     def _index(self, files: dict[str, Any]) -> Index:
         description = {**self.index.description, "settings": unwritten(self.index, self.tensors)}
@@ -291,12 +291,10 @@ def restored(
 def restore_extra(extra: Any, path: Path, outside: Mapping[str, Any]) -> None:
     """Restore what a run keeps outside the state; warn if only the run or only the checkpoint has it."""
     if (extra is not None) != (EXTRA in outside):
-        text = (
-            "Checkpoints(extra=...) is not in it, and continues as it is"
-            if extra is not None
-            else ("what was saved by Checkpoints(extra=...) is in it, and not restored: give fit the same argument")
-        )
-        warn(f"{path}: {text}", CheckpointWarning)
+        text = "is not in it, and continues as it is"
+        if extra is None:
+            text = "was saved in it, and is not restored: give fit the same argument"
+        warn(f"{path}: Checkpoints(extra=...) {text}", CheckpointWarning)
     elif extra is not None:
         restore(extra, outside[EXTRA])
 
@@ -386,12 +384,12 @@ def resumed_from_newest(folder: Path | str, like: State, step: Step, ignore: Col
         if resumed is None:
             continue
         if damaged and (writers is None or writers.is_first):
-            warn(f"{_joined(damaged.values())}; put aside, and continuing from {path}", CheckpointWarning)
+            warn(f"{'; '.join(damaged.values())}; put aside, and continuing from {path}", CheckpointWarning)
             for other in damaged:
                 disk.put_aside(other)
         return resumed
     if damaged:
-        raise DamagedError(f"no whole checkpoint is left in {folder}: {_joined(damaged.values())}")
+        raise DamagedError(f"no whole checkpoint is left in {folder}: {'; '.join(damaged.values())}")
     return None
 
 
@@ -432,7 +430,3 @@ def _looked_for(folder: Path, writers: Writers | None) -> tuple[list[Path], dict
         raise CheckpointError(newer)  # not damaged, but this version cannot read it
     # By names, since each host has a local copy of its own of a folder in remote storage.
     return [folder / name for name in names], {folder / name: reason for name, reason in reasons.items()}
-
-
-def _joined(problems: Iterable[object]) -> str:
-    return "; ".join(map(str, problems))

@@ -9,7 +9,7 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from purecompose import tree
 from purecompose._support import __version__
@@ -67,8 +67,11 @@ def describe(state: State, step: Step | None = None) -> dict[str, Any]:
 
 def architecture(model: Model) -> list[str]:
     """Return the modules of a network, one line each, such as '1: Dropout(p=0.1, inplace=False)'."""
-    modules = model.module.named_modules(remove_duplicate=False)
-    return [f"{name or _ROOT}: {_ADDRESS.sub('', _in_words(module))}" for name, module in modules]
+    lines = []
+    for name, module in model.module.named_modules(remove_duplicate=False):
+        settings = " ".join(module.extra_repr().split())
+        lines.append(f"{name or _ROOT}: {_ADDRESS.sub('', f'{type(module).__name__}({settings})')}")
+    return lines
 
 
 def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
@@ -83,34 +86,34 @@ def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         if not is_inside and _type(there, name) != _type(here, name):
             found.append(name)
-    saved_words, words = ({name: one.get(name, "nothing") for name in found} for one in (there, here))
-    return unequal(saved_words, words, "model: ", place)
+    return unequal(there, here, "model: ", place, among=found)
 
 
 def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
     """Return a line for each module whose settings differ; see `other_modules` for the arguments."""
     there, here = _by_name(saved), _by_name(now)
-    both = [name for name in there if name in here and _type(there, name) == _type(here, name)]
-    return unequal(_only(there, both), _only(here, both), "model: ", place)
+    alike = [name for name in there if _type(there, name) == _type(here, name)]
+    return unequal(there, here, "model: ", place, among=alike)
 
 
 def other_tensors(saved: Mapping[str, str], now: Mapping[str, str], place: str) -> list[str]:
     """Return a line for each tensor among the settings of the user's code that differs; see `Context.settings`."""
-    both = [name for name in saved if name in now]
-    return unequal(_only(saved, both), _only(now, both), "", place)
+    return unequal(saved, now, "", place, among=[name for name in saved if name in now])
 
 
-def unequal(saved: Mapping[str, Any], now: Mapping[str, Any], what: str, place: str = "the checkpoint") -> list[str]:
-    """Return a line for each name whose value differs in two mappings, or that only one of them has."""
+def unequal(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    what: str = "",
+    place: str = "the checkpoint",
+    among: Iterable[str] | None = None,
+) -> list[str]:
+    """Return a line for each name, by default of all, whose value differs in two mappings, or that only one has."""
     return [
         f"{what}{name}: {_short(saved.get(name, 'nothing'))} in {place}, {_short(now.get(name, 'nothing'))} here"
-        for name in dict.fromkeys((*saved, *now))
+        for name in (dict.fromkeys((*saved, *now)) if among is None else among)
         if name not in saved or name not in now or saved[name] != now[name]
     ]
-
-
-def _only(words: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: words[name] for name in names}
 
 
 KEPT = "settings that are tensors stay those here: build them with the values to use, or make them persistent buffers"
@@ -141,8 +144,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line for each difference of two descriptions; settings that only one has are left out."""
     lines = other_settings(saved["model"], now["model"], "the checkpoint")
     lines += other_tensors(saved.get("settings", {}), now.get("settings", {}), "the checkpoint")
-    both = [name for name in SETTINGS if name in saved and name in now]
-    lines += unequal(_only(saved, both), _only(now, both), "")
+    lines += unequal(saved, now, among=[name for name in SETTINGS if name in saved and name in now])
     have_words = "algorithms" in saved and "algorithms" in now
     theirs, ours = (one["algorithms"] if have_words else {n: n for n in one["initialised"]} for one in (saved, now))
     found = unequal(theirs, ours, "algorithm ")
@@ -164,23 +166,12 @@ def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
     return lines
 
 
-def missing_required(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each algorithm that is required to load a checkpoint, but missing."""
-    absent = [name for name in saved.get("required", ()) if name not in now["initialised"]]
-    return [f"{name}: changed the model of the checkpoint" for name in absent]
-
-
 def _by_name(lines: list[str]) -> dict[str, str]:
     return {name: words for name, _, words in (line.partition(": ") for line in lines)}
 
 
 def _type(modules: Mapping[str, str], name: str) -> str | None:
     return modules[name].partition("(")[0] if name in modules else None
-
-
-def _in_words(module: nn.Module) -> str:
-    """Return the type and settings of a module, without its children, on one line."""
-    return f"{type(module).__name__}({' '.join(module.extra_repr().split())})"
 
 
 def listed(text: str, lines: list[str], hint: str = "") -> str:
@@ -291,13 +282,14 @@ def check_fits(
         for leaf, words in base.items()
         if here.get(leaf) != words and leaf not in left_out
     ]
-    required = missing_required(index.description, now)
+    absent = [name for name in index.description.get("required", ()) if name not in now["initialised"]]
+    required = [f"{name}: changed the model of the checkpoint" for name in absent]
     if required or (misfits and strict):
         lines = [*required, *reported, *misfits]
         raise MismatchError(listed(f"{path} does not fit this state", lines, _HINT), lines)
     current = environment(like, step)
     both = [name for name in index.environment if name in current and name not in _NO_BITS]
-    moved = unequal(_only(index.environment, both), _only(current, both), "")
+    moved = unequal(index.environment, current, among=both)
     if reported or misfits:
         warn(listed(f"{path} is loaded with differences", [*reported, *misfits], hint), CheckpointWarning)
     if moved:

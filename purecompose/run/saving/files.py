@@ -122,23 +122,15 @@ def _is_span(rows: object) -> bool:
     return isinstance(rows, list) and len(rows) == 2 and all(map(is_count, rows))
 
 
-_TIME = {
-    **dict.fromkeys(_COUNTERS, is_count),
-    "duration": (str, None),
-    "batches_per_epoch": (is_count, None),
-    "batches_per_update?": is_count,
-}
 DECIDES = "best"
 """Name of the note in an index which metric decides what the best checkpoint is, and which values are better."""
-_MEMORY = {
-    DECIDES + "?": {"metric": str, "mode": (str, None)},
-    "has_begun?": bool,
-    "microbatches?": is_count,
-    "data?": {"*": object},
-    "*": object,
-}
 _FORMS: dict[str, Any] = {
-    "time": _TIME,
+    "time": {
+        **dict.fromkeys(_COUNTERS, is_count),
+        "duration": (str, None),
+        "batches_per_epoch": (is_count, None),
+        "batches_per_update?": is_count,
+    },
     "description": {
         **{"model": [str], "initialised": [str], "frozen": [str], "required?": [str], "eval_mode?": [str]},
         **dict.fromkeys(("algorithms?", "base?", "settings?"), {"*": str}),
@@ -149,7 +141,13 @@ _FORMS: dict[str, Any] = {
     "values": {"*": PLAIN},
     "files": {"*": {"bytes": is_count, "sha256": str, "rows?": {"*": _is_span}}},
     "metrics": {"*": (is_numbers, *PLAIN)},
-    "memory": {**_MEMORY},
+    "memory": {
+        f"{DECIDES}?": {"metric": str, "mode": (str, None)},
+        "has_begun?": bool,
+        "microbatches?": is_count,
+        "data?": {"*": object},
+        "*": object,
+    },
 }
 """What each part of an index looks like. What is only shown or compared as a whole may be any plain value."""
 
@@ -227,7 +225,9 @@ class SavedTensors(Mapping[str, Tensor]):
                 self._parts.setdefault(name, []).append(_Part(start, stop, file))
         for name, text in index.tensors.items():
             parts = self._parts[name] = sorted(self._parts.get(name, [_Part(0, _UNDIVIDED, names[0])]))
-            if parts[0].stop != _UNDIVIDED and not _are_all_rows(parts, Spec.of_text(text).shape):
+            starts, stops = [part.start for part in parts], [part.stop for part in parts]
+            # Each part begins where the one before it ends, and the last one ends with the tensor.
+            if stops[0] != _UNDIVIDED and [*starts, *Spec.of_text(text).shape[:1]] != [0, *stops]:
                 raise DamagedError(f"{path}: its files do not contain all rows of {name}")
 
     def __getitem__(self, name: str) -> Tensor:
@@ -274,12 +274,6 @@ class SavedTensors(Mapping[str, Tensor]):
                 raise DamagedError(f"the tensors in {self.path / name} are not those of its index")
             self._files[name] = file
         return self._files[name]
-
-
-def _are_all_rows(parts: list[_Part], shape: tuple[int, ...]) -> bool:
-    """Return whether each part of a tensor begins where the one before it ends, and the last one ends with it."""
-    starts, stops = [part.start for part in parts], [part.stop for part in parts]
-    return [*starts, *shape[:1]] == [0, *stops]
 
 
 def check_files(path: Path, index: Index) -> None:

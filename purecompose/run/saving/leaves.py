@@ -10,7 +10,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,7 +97,8 @@ def _packed(value: Any, place: str, stored: Callable[[Tensor], str]) -> Any:
         return _packed(value.state_dict(), f"{place}.state_dict()", stored)
     if isinstance(value, Tensor):
         return {_TENSOR: stored(value)}
-    if _is_array(value):
+    numpy = sys.modules.get("numpy")  # which may not be installed
+    if numpy is not None and isinstance(value, numpy.ndarray):
         try:
             return {_ARRAY: stored(torch.as_tensor(value.copy()))}
         except TypeError:
@@ -126,21 +127,6 @@ def _packed(value: Any, place: str, stored: Callable[[Tensor], str]) -> Any:
 def _has_state(value: Any) -> bool:
     is_object = not isinstance(value, type)
     return is_object and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _is_array(value: Any) -> bool:
-    """Return whether a value is an array of NumPy, which may not be installed."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-@runtime_checkable
-class HasRows(Protocol):
-    """Tensors by name of which single rows can be read."""
-
-    def rows(self, name: str, start: int, stop: int, /) -> Tensor:
-        """Return the rows from `start` to `stop`."""
-        ...
 
 
 class Leaves(NamedTuple):
@@ -304,7 +290,8 @@ def _restored(tensors: Mapping[str, Tensor], name: str, spec: Spec, like: Tensor
     if place is None:
         return restored_tensor(tensors[name], spec, like.device)
     start, stop = span_of(place)
-    rows = tensors.rows(name, start, stop) if isinstance(tensors, HasRows) else tensors[name][start:stop]
+    read_rows = getattr(tensors, "rows", None)  # those in files
+    rows = tensors[name][start:stop] if read_rows is None else read_rows(name, start, stop)
     own = spec._replace(shape=(stop - start, *spec.shape[1:]), stride=tuple(local(like).stride()))
     return placed(restored_tensor(rows, own, like.device), place)
 
