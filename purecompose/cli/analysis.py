@@ -127,7 +127,12 @@ def bisect(
     if stays == passes:
         raise UsageError("bisect needs one of --stays, if what is true stays true, and --passes, if it may not")
     with reported_as("--until"):
-        predicate = _predicate(until)
+        call = specs.parse_one(until)
+        if is_own(call.name) and not call.args and not call.kwargs:
+            predicate = imported(call.name)
+        else:
+            known = (predicates.loss_above, predicates.not_finite, predicates.weight_norm_above)
+            predicate = specs.build(call, {one.__name__: one for one in known}, "predicate")
     with recorded.opened() as (run, _):
         try:
             found = analysis.bisect(run, predicate, stays=stays)
@@ -136,14 +141,6 @@ def bisect(
                 raise
             raise UsageError(one_line(error)) from error
         say(found)
-
-
-def _predicate(text: str) -> Any:
-    call = specs.parse_one(text)
-    if is_own(call.name) and not call.args and not call.kwargs:
-        return imported(call.name)
-    known = (predicates.loss_above, predicates.not_finite, predicates.weight_norm_above)
-    return specs.build(call, {one.__name__: one for one in known}, "predicate")
 
 
 def compare(

@@ -12,13 +12,13 @@
             python -m purecompose replay runs/a --at 1234ba
         '''
 
-A parameter that is only passed by name is an option, `--at`; the others are positional. A `bool` is a flag, a
-`Literal` a choice, a `list` may be repeated. A dataclass stands for its fields, and a `dict` annotated with one for
-those that are given.
+Keyword-only parameters become options, `--at`; others are positional. A `bool` is a flag, a `Literal` a choice, and a
+`list` may be repeated. A parameter that is a dataclass is replaced by the dataclass's fields; if it is a
+`dict` annotated with a dataclass, it holds the fields that the command line gives.
 
-The user's own code in settings, `my_module:name`, stands for algorithms, networks and data. Importing a module runs its
-code. A name in a file, such as a run's `config.toml`, is therefore imported only if the command line names it too, or
-has `--allow-imports`.
+Settings may name the user's own algorithms, networks and data, `my_module:name`. Importing a module runs its code, so
+a name in a file, such as a run's `config.toml`, is imported only if the command line names it too, or has
+`--allow-imports`.
 """
 
 import argparse
@@ -139,9 +139,9 @@ def option_of(name: str) -> str:
 
 
 def add_options(parser: Any, owner: Callable[..., Any], *, if_given: bool = False) -> None:
-    """Add the arguments of a function, or the fields of a dataclass, to a parser, or a group of one.
+    """Add the parameters of a function, or the fields of a dataclass, to a parser or to one of its groups.
 
-    With `if_given` the result lacks what is not given.
+    With `if_given`, options that the command line does not give are absent from the result of parsing.
     """
     hints, words = get_type_hints(owner, include_extras=True), _documented(owner)
     for name, parameter in inspect.signature(owner).parameters.items():
@@ -179,12 +179,10 @@ def _add_option(
         by_default, its_default = " (default: ", f"{default})"
     words += by_default + its_default
     if is_option:
-        action = parser.add_argument(
-            option_of(name), dest=name, required=is_required, help=words.replace("%", "%%"), **given
-        )
-    else:
-        given |= {} if is_required or "nargs" in given else {"nargs": "?"}
-        action = parser.add_argument(name, help=words.replace("%", "%%"), **given)
+        given |= {"dest": name, "required": is_required}
+    elif not is_required:
+        given.setdefault("nargs", "?")
+    action = parser.add_argument(option_of(name) if is_option else name, help=words.replace("%", "%%"), **given)
     action.names = note.names
 
 

@@ -1,7 +1,7 @@
-"""Parts of a run that its settings alone define, the check of all settings that need no data, and the run's processes.
+"""The parts of a run that follow from its settings without the data, the check of settings, and the run's processes.
 
-Loading data may take long, so that wrong settings are reported first. Several processes of one run, as `torchrun`
-starts them, have one output, one folder, and one message about an error.
+Settings are checked before the data are loaded, which may take long. The processes of a run that `torchrun` starts
+print one output, write one folder and report one error.
 """
 
 import contextlib
@@ -82,9 +82,9 @@ def with_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def check(found: Mapping[str, Any], option: str = "--set") -> None:
-    """Check settings without the data; those that suit the data count as given, except for data of the user's own code.
+    """Check settings before the data are loaded, with the defaults for this kind of data if the kind is known.
 
-    `option` has given the arguments under "within".
+    `option` names the option that gave the arguments under "within", for messages.
     """
     data = found.get("data", Settings.data)
     settings = with_defaults(found, {} if is_own(data) else defaults_for(is_text_file(data), num_examples=0))
@@ -123,7 +123,10 @@ def optimizer_of(settings: Settings) -> Any:
 
 
 def network_of(text: str, is_text: bool | None) -> tuple[specs.Call, Any]:
-    """Return the call that makes a network, and what it names in own code; `is_text` is `None` for unknown data."""
+    """Return the call that makes a network, and the user's object that it names, if any.
+
+    `is_text` is `None` if the kind of data is not known.
+    """
     call = specs.parse_one(text)
     if is_own(call.name):
         return call, imported(call.name)
@@ -142,17 +145,11 @@ def duration_of(settings: Settings, is_text: bool | None) -> Time:
     """Return the length of the run; for images it cannot be in tokens."""
     text = settings.duration or ""
     duration = Time.of(text)
-    units = [
-        TimeUnit.EPOCH,
-        TimeUnit.BATCH,
-        TimeUnit.UPDATE,
-        TimeUnit.SAMPLE,
-        *([] if is_text is False else [TimeUnit.TOKEN]),
-    ]
+    units = [TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.UPDATE, TimeUnit.SAMPLE]
+    units += [] if is_text is False else [TimeUnit.TOKEN]
     if duration.unit not in units or duration.value <= 0:
-        last = "updates or samples" if is_text is False else "updates, samples or tokens"
-        names = f"epochs, batches, {last}"
-        raise ValueError(f"{text}: expected a number of {names}: 20ep, 500ba or 10000sp")
+        *names, last = ("batches" if unit is TimeUnit.BATCH else f"{unit.name.lower()}s" for unit in units)
+        raise ValueError(f"{text}: expected a number of {', '.join(names)} or {last}: 20ep, 500ba or 10000sp")
     return duration
 
 
@@ -337,9 +334,9 @@ def processes_here() -> Processes:
 
 @contextlib.contextmanager
 def reporting(error: BaseException) -> Iterator[str | None]:
-    """Return a scope with the words before the message about an error; `None` if another process prints it.
+    """Return a scope with a prefix for the message about an error; `None` if another process reports the error.
 
-    Of several processes, the first one reports what ends all of them, and the one that fails first reports an error.
+    What ends all processes is reported by the first one; any other error by the process that fails first.
     """
     try:
         found = processes_here()
@@ -351,7 +348,7 @@ def reporting(error: BaseException) -> Iterator[str | None]:
     if isinstance(error, (UsageError, KeyboardInterrupt, SystemExit)) or not dist.is_initialized():
         yield "" if found.is_first else None
         return
-    store, is_reported = _store(), False
+    store, is_reported = dist.distributed_c10d._get_default_store(), False
     with contextlib.suppress(RuntimeError):  # if the host of the store was killed, everybody reports
         is_reported = store.compare_set("purecompose/failed", "", str(found.rank)) != str(found.rank).encode()
         store.add("purecompose/asked", 1)
@@ -388,7 +385,3 @@ def _new_store() -> Any:
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
     return dist.distributed_c10d.PrefixStore(f"purecompose/attempt {attempt}", store)
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()

@@ -105,12 +105,8 @@ def _moved(setup: Setup, at: str) -> State:
         raise ValueError(f"{at}: expected a point of the run in epochs or batches, such as 5ep or 100ba")
     if now.run.total_batches is not None and batches > now.run.total_batches:
         raise ValueError(f"{at}: the run ends earlier, after {now.run.total_batches:g} batches")
-    return setup.state.replace(timestamp=now.advance_by(int(batches), samples, samples * _tokens(setup)))
-
-
-def _tokens(setup: Setup) -> int:
-    """Return the number of tokens per example, 0 for images."""
-    return setup.data.in_shape[0] if setup.kind is TEXT else 0
+    tokens = samples * setup.data.in_shape[0] if setup.kind is TEXT else 0
+    return setup.state.replace(timestamp=now.advance_by(int(batches), samples, tokens))
 
 
 def check(

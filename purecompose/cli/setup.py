@@ -96,9 +96,13 @@ def load_data(settings: Settings) -> tuple[Data, dict[str, Any]]:
             return _own_data(settings.data), {}
         if is_text_file(settings.data):
             path = Path(settings.data).expanduser()
-            data = datasets.load_text(path, _length(settings), vocabulary=_vocabulary(settings))
-            length, characters = data.train_inputs.shape[1], data.vocabulary.characters
-            return data, {"data": str(path.resolve()), "length": length, "vocabulary": characters}
+            length = _LENGTH if settings.length is None else settings.length
+            if length < 1:
+                raise UsageError(f"--length: {length}: expected a number of characters, at least 1")
+            with reported_as("--vocabulary"):
+                known = None if settings.vocabulary is None else CharacterVocabulary(settings.vocabulary)
+            data = datasets.load_text(path, length, vocabulary=known)
+            return data, {"data": str(path.resolve()), "length": length, "vocabulary": data.vocabulary.characters}
         name = str(Path(settings.data).resolve()) if Path(settings.data).exists() else settings.data
         images = datasets.load(name)
     for setting in ("length", "vocabulary"):
@@ -121,22 +125,10 @@ def _own_data(name: str) -> Data:
             f"{name} returned a {type(given).__name__}, expected data.ImageData, data.TextData or four tensors: inputs "
             "and classes for training, then for testing"
         )
-    targets = [given[1], given[3]]
+    targets = given[1], given[3]
     if any(part.is_floating_point() or part.ndim != 1 for part in targets) or len(given[0]) != len(given[1]):
         raise ValueError(f"{name}: expected classes as whole numbers (N,), one for each input")
     return ImageData(*given, num_classes=1 + int(max(part.max().item() for part in targets)))
-
-
-def _length(settings: Settings) -> int:
-    length = _LENGTH if settings.length is None else settings.length
-    if length < 1:
-        raise UsageError(f"--length: {length}: expected a number of characters, at least 1")
-    return length
-
-
-def _vocabulary(settings: Settings) -> CharacterVocabulary | None:
-    with reported_as("--vocabulary"):
-        return None if settings.vocabulary is None else CharacterVocabulary(settings.vocabulary)
 
 
 def make_network(text: str, data: Data, seed: int) -> nn.Module:
@@ -151,19 +143,17 @@ def make_network(text: str, data: Data, seed: int) -> nn.Module:
     if not is_own(call.name):
         net = models.build(call.name, **shape, seed=seed, **call.kwargs)
         return layers.ClassesSecond(net) if is_text else net
-    with building(seed):
-        made = _own_network(call, factory, shape)
+    if isinstance(factory, nn.Module):
+        made = copy.deepcopy(factory)
+    else:
+        known = inspect.signature(factory).parameters if callable(factory) else {}
+        given = {key: value for key, value in shape.items() if key in known and key not in call.kwargs}
+        own = specs.Call(call.name, call.args, {**given, **call.kwargs})
+        with building(seed):
+            made = specs.build(own, {call.name: factory}, "model")
     if not isinstance(made, nn.Module):
         raise ValueError(f"{call.name} returned a {type(made).__name__}, expected a torch.nn.Module")
     return layers.ClassesSecond(made) if is_text else made
-
-
-def _own_network(call: specs.Call, factory: Any, shape: Mapping[str, Any]) -> Any:
-    if isinstance(factory, nn.Module):
-        return copy.deepcopy(factory)
-    known = inspect.signature(factory).parameters if callable(factory) else {}
-    given = {key: value for key, value in shape.items() if key in known and key not in call.kwargs}
-    return specs.build(specs.Call(call.name, call.args, {**given, **call.kwargs}), {call.name: factory}, "model")
 
 
 class Setup(NamedTuple):

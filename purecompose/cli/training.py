@@ -172,7 +172,10 @@ def _run(
     folder = None
     with ExitStack() as stack:
         if place is not None:
-            kept["checkpoints"] = _checkpoints(place.path, settings, setup)
+            best = f"{setup.watched}/{setup.kind.decides}" if settings.seeds == 1 else None
+            newest = Checkpoints(place.path / CHECKPOINTS, settings.checkpoint_every, kept_of(settings))
+            with reported_as("--keep-best"):
+                kept["checkpoints"] = dataclasses.replace(newest, best=best, keep_best=settings.keep_best)
             folder = place.opened(settings) if processes.is_first else None
             kept["resume"] = processes.of_first((folder and folder.resume) or "", setup.state.device) or None
         if folder is not None:
@@ -211,13 +214,6 @@ def _run(
         raise RunError(
             f"the run in {place.named} is incomplete: {', '.join(missing)} could not be written (see the warnings)"
         )
-
-
-def _checkpoints(out: Path, settings: Settings, setup: Setup) -> Checkpoints:
-    best = f"{setup.watched}/{setup.kind.decides}" if settings.seeds == 1 else None
-    newest = Checkpoints(out / CHECKPOINTS, settings.checkpoint_every, kept_of(settings))
-    with reported_as("--keep-best"):
-        return dataclasses.replace(newest, best=best, keep_best=settings.keep_best)
 
 
 @contextmanager

@@ -375,7 +375,6 @@ def _write_page(path: str | os.PathLike[str], content: dict[str, Any]) -> Path:
     )
     environment.filters["breakable"] = _marked(breakable)
     environment.globals["columns"] = _marked(columns)
-    environment.globals["toned"] = Toned
     script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
     checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     content |= {"script": Markup(script), "checksum": checksum}  # the only script that a browser may run
