@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from purecompose._support.internals import DispatchMode, unwrapped
 
@@ -29,6 +30,14 @@ def together(*scopes: AbstractContextManager[Any]) -> AbstractContextManager[Any
 
 
 @contextmanager
+def _nested(scopes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope)
+        yield
+
+
+@contextmanager
 def during(variable: ContextVar[Any], value: _T) -> Iterator[_T]:
     """Return a scope in which a context variable has a value, which it yields."""
     token = variable.set(value)
@@ -39,18 +48,10 @@ def during(variable: ContextVar[Any], value: _T) -> Iterator[_T]:
 
 
 @contextmanager
-def _nested(scopes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(scope)
-        yield
-
-
-@contextmanager
 def unvalidated() -> Iterator[None]:
     """Return a scope in which distributions check their arguments only if they are made with `validate_args=True`.
 
-    The check reads whether all values are valid, which tensors without numbers, or of several members, cannot tell.
+    The check reads values, which fake tensors and those of several members do not have.
     """
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -63,9 +64,7 @@ def unvalidated() -> Iterator[None]:
 class WriteGuard(DispatchMode):
     """A mode that raises before an operation writes into a tensor's memory, also through `.data`, a view or a tie.
 
-    Args:
-        tensors: The tensors by name.
-        error: Function that returns the error to raise, from the tensor's name and the operation.
+    `error` returns the error to raise, from the name of the tensor and the operation.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str, Any], Exception]) -> None:
@@ -78,12 +77,10 @@ class WriteGuard(DispatchMode):
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
             given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-            for argument in schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = given.get(argument.name)
-                    for tensor in written if isinstance(written, (list, tuple)) else (written,):
-                        if isinstance(tensor, Tensor) and storage_of(tensor) in self._names:
-                            raise self._error(self._names[storage_of(tensor)], func)
+            written = [given.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+            for tensor in tree_leaves(written):
+                if isinstance(tensor, Tensor) and storage_of(tensor) in self._names:
+                    raise self._error(self._names[storage_of(tensor)], func)
         return func(*args, **kwargs)
 
 
@@ -104,8 +101,7 @@ class DataGuard(TorchFunctionMode):
             if id(args[0]) in self._names:
                 raise self._error(repr(self._names[id(args[0])]), _BY_DATA)
             raise RuntimeError(
-                "an assignment to `.data` of a fake tensor is recorded in no graph; write `self.name = value` or "
-                "`self.name.copy_(value)` for a buffer"
+                "an assignment to `.data` of a fake tensor is recorded in no graph; write `self.name.copy_(value)`"
             )
         return func(*args, **(kwargs or {}))
 
@@ -118,7 +114,7 @@ _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 def kept_in_place(tensors: Mapping[str, Tensor], error: Callable[[str, str], Exception]) -> Iterator[None]:
     """Return a context manager that raises if tensors have other memory or `requires_grad` at its end than before.
 
-    They are restored before the error is raised, which `error` makes of their names and what was done to them.
+    They are restored first. `error` returns the error, from their names and what was done to them.
     """
     before = [(memory_of(tensor), tensor.detach(), tensor.requires_grad) for tensor in tensors.values()]
     moved, switched = [], []

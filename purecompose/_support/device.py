@@ -1,8 +1,7 @@
 """Devices: numbers sent without waiting, precision, freed memory, torch's settings of the process; and shards.
 
-Shards are tensors of which each of several processes holds some rows, as `torch.distributed.tensor.DTensor`s. Most
-programs have none, and importing that module takes a second. So nothing here imports it: where it is not loaded, no
-shards exist.
+Shards are `torch.distributed.tensor.DTensor`s, of which each process holds some rows. That module takes a second to
+import, so nothing here imports it: where it is not loaded, no shards exist.
 """
 
 import ctypes
@@ -52,8 +51,7 @@ def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -
 def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers on the host as a tensor on a device, without synchronizing with a GPU.
 
-    `torch.tensor(numbers, device="cuda")` copies from pageable memory, and so waits until the GPU has finished its
-    queued work. A copy from pinned memory is queued; torch's allocator keeps the memory until then.
+    `torch.tensor(numbers, device="cuda")` copies from pageable memory, and so waits for the GPU's queued work.
     """
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=dtype, device="cpu")
@@ -62,10 +60,7 @@ def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def constants(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers that never change as a tensor on a device, to which they are copied only once.
-
-    In a compiled step, `sent` would copy from the host in every step, and a CUDA graph could not repeat that.
-    """
+    """Return numbers that never change as a tensor on a device, copied there only once, also in a CUDA graph."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=dtype, device="cpu")
     return _constants(list(numbers), dtype, device)
@@ -88,27 +83,23 @@ def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """Return a context manager for computing in a precision, backward passes included, without an outer autocast.
 
-    torch rounds the factors of convolutions and recurrent layers to TensorFloat-32 by default; here only "tf32" does,
-    also those of matrix products. The switches belong to the process, and are restored: to train in several threads,
-    set them beforehand, since those with the right values are not changed. Only CUDA has them.
+    On CUDA, only "tf32" rounds factors to TensorFloat-32, also those of convolutions, which torch rounds by default.
+    The switches belong to the process, and are restored: to train in several threads, set them beforehand, since those
+    with the right values are not changed.
     """
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return _without_autocast(precision, device)
-    if device.type != "cuda":
-        return NOTHING
     tf32 = precision == "tf32"
-    return NOTHING if _multiplies(tf32) else _multiplying(tf32)
+    # Only the new names of the switches can be read without errors.
+    if device.type != "cuda" or all((operator.fp32_precision == "tf32") is tf32 for operator in _ON_CUDA):
+        return NOTHING
+    return _multiplying(tf32)
 
 
 @contextmanager
 def _without_autocast(precision: str, device: torch.device) -> Iterator[None]:
     with torch.autocast(device.type, enabled=False), arithmetic(precision, device):
         yield
-
-
-def _multiplies(tf32: bool) -> bool:
-    """Return whether the switches already have these values; only the new names can be read without errors."""
-    return all((operator.fp32_precision == "tf32") is tf32 for operator in _ON_CUDA)
 
 
 @contextmanager
@@ -170,18 +161,15 @@ LARGEST_KEPT = 2**25
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system if the C library is glibc, which keeps freed blocks of up to 32 MB.
-
-    The tensors of a step reuse them only where they fit.
-    """
+    """Return freed memory to the system if the C library is glibc, which keeps freed blocks of up to 32 MB."""
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors of up to 32 MB, unless the environment has settings for it.
+    """Let glibc keep freed memory of tensors of up to 32 MB, unless the environment says otherwise.
 
-    By default it may return the memory of activations, and page faults then take up to a third of a step's time.
+    Where it returns the memory of activations, page faults take up to a third of a step's time.
     """
     if not _OF_MALLOC.isdisjoint(os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
@@ -277,8 +265,8 @@ def all_reduce(own: Tensor, how: str, group: str) -> Tensor:
     return _MESSAGES.wait_tensor(_MESSAGES.all_reduce(own, how, group))
 
 
-# Private: the public functions, such as `torch.distributed.all_reduce`, write into an argument, which a graph of pure
-# functions cannot contain. For a torch without these operations, wrap the public ones in custom operators.
+# Private in torch: public functions such as `torch.distributed.all_reduce` write into an argument, which a graph of
+# pure functions cannot contain.
 _MESSAGES: Any = torch.ops._c10d_functional
 
 
@@ -290,8 +278,8 @@ def is_wait(target: Any) -> bool:
 def check_alike(message: str, group: str, like: Tensor) -> None:
     """Raise on all processes of a group if their next messages, described in words, differ.
 
-    They exchange a number first: messages of other tensors would mix up values or, of other sizes, abort. Graphs are
-    compared when they are built, so nothing is sent if `like`, a tensor of the message, is fake.
+    Messages of other tensors would mix up values or, of other sizes, abort. Graphs are compared when they are built, so
+    nothing is sent if `like`, a tensor of the message, is fake.
     """
     if is_fake(like):
         return
@@ -302,9 +290,8 @@ def check_alike(message: str, group: str, like: Tensor) -> None:
     own = torch.tensor([zlib.crc32(message.encode())], device=device)
     if len(set(all_gather(own, found.size(), group).tolist())) > 1:
         raise RuntimeError(
-            f"the processes read different parameters at the same time, this one {message}: where they are gathered "
-            "layer by layer, all must call the same layers in the same order. Call each layer whatever the examples "
-            "are, or train and evaluate by fully_sharded(step, mesh, gather='step')"
+            f"the processes read different parameters at the same time, this one {message}: with gather='layer', all "
+            "must call the same layers in the same order; or use fully_sharded(step, mesh, gather='step')"
         )
 
 

@@ -66,18 +66,11 @@ def from_json(value: Any) -> Any:
 
 def is_nested_deeper(value: object, most: int) -> bool:
     """Return whether lists and dicts of JSON are nested deeper than `most`, without recursion."""
-    level, depth = [value], 0
-    while level:
-        if depth > most:
-            return True
-        level = [
-            member
-            for one in level
-            if isinstance(one, (list, dict))
-            for member in (one.values() if isinstance(one, dict) else one)
-        ]
-        depth += 1
-    return False
+    level = [value]
+    for _ in range(most + 1):
+        members = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (list, dict))]
+        level = [member for part in members for member in part]
+    return bool(level)
 
 
 def is_count(value: object) -> bool:
@@ -95,26 +88,21 @@ PLAIN = (bool, int, float, str, None)
 
 
 def misfit(value: Any, form: Any, place: str) -> str | None:
-    """Return the place of a value that does not have its form; `None` if all do.
+    """Return the place, named from `place` on, of the first value of JSON or TOML that lacks its form, if any.
 
-    Args:
-        value: A value as `json` and `tomllib` return them.
-        form: A type, for values of exactly this type, of which `float` accepts whole numbers; `None` for itself; a
-            tuple of alternatives; a function that returns a bool; a list with the form of the members; a dict with the
-            forms of the named members, of which those with a "?" may be missing, and of all others under "*".
-        place: Name of the value.
+    A form is a type, for values of exactly this type, or of `float` also whole numbers; `None`; a tuple of
+    alternatives; a function that returns a bool; a list with the form of the members; or a dict with the forms of named
+    members, of which those with a "?" may be missing, and of all others under "*".
     """
     if isinstance(form, tuple):
         return None if any(misfit(value, one, place) is None for one in form) else place
     if isinstance(form, list):
         members = [(one, form[0], f"{place}[{i}]") for i, one in enumerate(value)] if isinstance(value, list) else None
     elif isinstance(form, dict):
-        named = {name.removesuffix("?"): one for name, one in form.items() if name != "*"}
-        is_whole = isinstance(value, dict) and value.keys() >= form.keys() - {"*", *(f"{name}?" for name in named)}
-        rest = form.get("*", object)
-        members = (
-            [(one, named.get(name, rest), f"{place}[{name!r}]") for name, one in value.items()] if is_whole else None
-        )
+        named, rest = {name.removesuffix("?"): one for name, one in form.items()}, form.get("*", object)
+        members = None
+        if isinstance(value, dict) and value.keys() >= form.keys() - {"*", *(f"{name}?" for name in named)}:
+            members = [(one, named.get(name, rest), f"{place}[{name!r}]") for name, one in value.items()]
     elif isinstance(form, type):
         return None if form is object or type(value) in {float: (int, float)}.get(form, (form,)) else place
     else:

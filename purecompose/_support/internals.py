@@ -1,8 +1,5 @@
 """What torch has no public functions for: queries of transforms of `torch.func` and of tracing, its autograd engine
 without the checks of the public functions, and functions that Dynamo, the tracer of `torch.compile`, does not trace.
-
-Everything here is private in torch. Without it `vmap`, `grad` and tracing of steps would have to be refused, gradients
-computed by the public functions, and Dynamo would trace steps.
 """
 
 import importlib
@@ -133,8 +130,7 @@ def is_any(conditions: Tensor) -> bool:
 def allowing_requires_grad() -> AbstractContextManager[None]:
     """Return a context manager in which `requires_grad_()` works within a gradient of `torch.func`.
 
-    torch refuses it there, although `torch.autograd.grad` differentiates with respect to tensors that were made within
-    the innermost gradient, as in a gradient penalty.
+    torch refuses it there, although a gradient penalty, which differentiates a tensor made within, is correct.
     """
     return enable_inplace_requires_grad(True)
 
@@ -220,10 +216,8 @@ def called_by_dynamo(reason: str) -> Callable[[Fn], Fn]:
     """Return a decorator for a function that Dynamo calls after a break of its graph.
 
     In the function `get_eval_frame_callback()` is not `None` if it is called within `torch.compile`. Dynamo would then
-    trace the functions that it calls; `without_dynamo` prevents this.
-
-    Args:
-        reason: Text for Dynamo's error where its graph must not break (`fullgraph=True`).
+    trace the functions that it calls, unless they are called by `without_dynamo`. With `fullgraph=True`, Dynamo's error
+    gives the reason.
     """
 
     def mark(fn: Any) -> Any:
@@ -250,11 +244,7 @@ def without_dynamo(fn: Callable[[Any], Any]) -> Any:
 
 
 class DispatchMode(TorchDispatchMode):
-    """Base class of modes whose `__torch_dispatch__` Dynamo does not trace.
-
-    torch sees to this by importing Dynamo when the mode is first used: one second, in the first step of a run that
-    compiles nothing.
-    """
+    """Base class of modes whose `__torch_dispatch__` Dynamo does not trace, without importing Dynamo, as torch does."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -108,11 +108,7 @@ _COPIES: dict[str, Known] = {}
 
 
 def is_remote(path: Path | str) -> bool:
-    """Return whether a path is a URL, such as `s3://bucket/run`.
-
-    Raises:
-        ValueError: It is a `Path` that was made of a URL, and so names a local folder.
-    """
+    """Return whether a path is a URL, such as `s3://bucket/run`; raise for a `Path` that was made of a URL."""
     if isinstance(path, Path) and path.parts and _SCHEME.fullmatch(path.parts[0]):
         raise ValueError(
             f"{path!r} is a local folder named {path.parts[0]!r}, since pathlib drops slashes: pass the URL as a str, "
@@ -135,14 +131,7 @@ def forget(local: Path) -> None:
 
 
 def with_urls(text: object) -> str:
-    """Return a text with URLs in place of the paths of local copies.
-
-    Example:
-        >>> know(Path("/tmp/copy/run"), "s3://bucket/run")
-        >>> with_urls("/tmp/copy/run/index.json is damaged")
-        's3://bucket/run/index.json is damaged'
-        >>> forget(Path("/tmp/copy/run"))
-    """
+    """Return a text with URLs in place of the paths of local copies."""
     found = str(text)
     for local in sorted(_COPIES, key=len, reverse=True):  # a folder after those in it, whose URLs are longer
         found = found.replace(local, _COPIES[local].url)
@@ -229,7 +218,8 @@ class Toned(NamedTuple):
 def columns(head: Sequence[str], rows: Sequence[Sequence[str | Toned]]) -> str:
     """Return a table. One that is wider than the page scrolls inside its box, by the keyboard too."""
     names = "".join(f'<th scope="col">{_escaped(name)}</th>' for name in head)
-    body = "\n".join(f"<tr>{_th(row[0])}{''.join(map(_td, row[1:]))}</tr>" for row in rows)
+    heads = (f'<th scope="row">{breakable(row[0], "_./")}</th>' for row in rows)
+    body = "\n".join(f"<tr>{first}{''.join(map(_td, row[1:]))}</tr>" for first, row in zip(heads, rows, strict=True))
     return (
         f'<div class="wide many" tabindex="0"><table>\n<thead><tr>{names}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody></table></div>"
@@ -261,18 +251,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" if c != "\r" else "" for c in text)
 
 
-def _th(cell: str | Toned) -> str:
-    return f'<th scope="row">{breakable(_toned(cell).text, "_./")}</th>'
-
-
 def _td(cell: str | Toned) -> str:
-    text, tone = _toned(cell)
+    text, tone = cell if isinstance(cell, Toned) else (cell, "")
     classes = f"{'short' if len(text) <= _LONGEST_SHORT else 'long'} {tone}".rstrip()
     return f'<td class="{classes}">{breakable(text)}</td>'
-
-
-def _toned(cell: str | Toned) -> Toned:
-    return cell if isinstance(cell, Toned) else Toned(cell, "")
 
 
 def _escaped(text: str) -> str:

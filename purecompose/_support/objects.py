@@ -1,9 +1,9 @@
 """The Python values that a function or object may read when it is called, and fingerprints of objects.
 
-References are followed through the arguments of partial functions, the closures, defaults and globals of functions, the
-members of modules and containers, and all attributes of objects that can be called. Of other objects, those attributes
-are followed whose names occur in code; so are the members of a mapping whose keys do, or all if none does. Code is read
-only where it belongs to the Python module of the function, or of the object's class.
+References are followed through arguments of partial functions, closures, defaults, globals, members of modules and
+containers, and all attributes of objects that can be called. Of other objects, only attributes whose names occur in the
+code are followed, and of a mapping the members whose keys do, or all if none does. Code is read only where it belongs
+to the Python module of the function, or of the object's class.
 
 Fingerprints are hashable descriptions of modules, losses and configurations, equal for equal structure.
 """
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 def reached(start: Any, leaves: tuple[type, ...] = ()) -> list[Place]:
     """Return all places that are reached from something that can be called, each before those inside of its value.
 
-    The members of `leaves`, of numbers, strings and tensors do not matter.
+    Nothing is looked for inside of numbers, strings, tensors and objects of the types `leaves`.
     """
     innermost = start
     while isinstance(innermost, (functools.partial, types.MethodType)):
@@ -67,10 +67,9 @@ def reached(start: Any, leaves: tuple[type, ...] = ()) -> list[Place]:
 
 
 def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
-    """Raise a `ValueError` if a random generator or an iterator is reached: its next value is in no state of a run.
+    """Raise a `ValueError`, which begins with `what`, if a random generator or an iterator is reached; see `reached`.
 
-    The global generators of Python and NumPy are watched instead, in first calls. The error begins with `what`; for
-    `leaves` see `reached`.
+    The global generators of Python and NumPy are watched instead, in first calls.
     """
     numpy = sys.modules.get("numpy.random")
     kinds = (random.Random, torch.Generator, Iterator) + (() if numpy is None else (numpy.Generator, numpy.RandomState))
@@ -86,10 +85,10 @@ def check_hidden(start: Any, what: str, leaves: tuple[type, ...] = ()) -> None:
             is_exempt = isinstance(value, io.IOBase) or any(value is one for one in shared)
             if isinstance(value, kinds) and not is_exempt:
                 raise ValueError(
-                    f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value no state holds: the "
-                    "same state and batch would give other numbers, and so would a resumed run. Draw by key (in a "
-                    "network with torch's random functions, in a method with purecompose.random from "
-                    "state.rng(name)), index a list by state.clock, or delete what no call uses (del net.rng)"
+                    f"{what} keeps {where or 'and is'}, a {type(value).__name__}, whose next value no state holds, so "
+                    "that a resumed run would get other numbers. Draw by key (in a network with torch's random "
+                    "functions, in a method with purecompose.random from state.rng(name)), index a list by "
+                    "state.clock, or delete what no call uses (del net.rng)"
                 )
 
 
@@ -233,8 +232,8 @@ _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.Modul
 def fingerprint(thing: Any) -> Hashable:
     """Return a hashable description of type, configuration, arrays and tensors.
 
-    Tensors on `meta` stand for the weights of a skeleton and are described by shape, others by their bytes. Two
-    separately built networks of one architecture have the same fingerprint. Functions are described by identity.
+    Tensors on `meta`, which stand for the weights of a skeleton, are described by shape, others by their bytes;
+    functions by identity.
     """
     return _describe(thing, ())
 
@@ -285,8 +284,10 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
         }
         # A parametrized module has its own class, created dynamically.
         return (parametrize.type_before_parametrizations(thing), _describe(attributes, inside))
-    slots = _slots(thing)
     if hasattr(thing, "__dict__"):
+        declared = (cls.__dict__.get("__slots__", ()) for cls in type(thing).__mro__)
+        names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+        slots = {name: getattr(thing, name) for name in names if name[:2] != "__" and hasattr(thing, name)}
         return (type(thing), _describe({**vars(thing), **slots}, inside), _content(thing))
     return thing if isinstance(thing, Hashable) else (type(thing), repr(thing))
 
@@ -298,12 +299,6 @@ def _members(thing: Any, inside: tuple[int, ...]) -> Hashable:
     if isinstance(thing, (list, tuple)):
         return (type(thing).__qualname__, tuple(_describe(member, inside) for member in thing))
     return ("set", frozenset(_describe(member, inside) for member in thing))
-
-
-def _slots(thing: Any) -> dict[str, Any]:
-    declared = (cls.__dict__.get("__slots__", ()) for cls in type(thing).__mro__)
-    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
-    return {name: getattr(thing, name) for name in names if name[:2] != "__" and hasattr(thing, name)}
 
 
 def _content(thing: Any) -> Hashable:

@@ -107,13 +107,12 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
     def value(given: Any) -> Any:
         return build(given, factories, kind) if isinstance(given, Call) else given
 
-    args, kwargs = [value(given) for given in call.args], {name: value(given) for name, given in call.kwargs.items()}
+    args, kwargs = map(value, call.args), {name: value(given) for name, given in call.kwargs.items()}
     try:
         return factory(*args, **kwargs)
     except (TypeError, ValueError) as error:
-        message = str(error)
-        named = message if message.startswith(call.name) else f"{call.name}: {message}"
-        raise SpecError(named) from error
+        prefix = "" if str(error).startswith(call.name) else f"{call.name}: "
+        raise SpecError(f"{prefix}{error}") from error
 
 
 def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
@@ -311,8 +310,8 @@ def check_keywords(given: Iterable[str], function: Callable[..., Any]) -> None:
 def suggests_keywords(function: F) -> F:
     """Decorate a function, or a class, to explain calls with arguments that it does not take.
 
-    An unknown keyword is explained as by `check_keywords`; for any other mistake the message shows the signature. The
-    arguments are alive until the function returns, so it is not for functions that release the memory of one.
+    An unknown keyword is explained as by `check_keywords`, any other mistake by the signature. The arguments are alive
+    until the function returns, so it is not for functions that release the memory of one.
     """
     if isinstance(function, type):
         decorated: Any = function
