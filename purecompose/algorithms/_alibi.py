@@ -110,10 +110,6 @@ def _rules() -> surgery.Rules:
         del site
         found.add(module.wpe)
 
-    def gpt2_positions(module: nn.Module, site: surgery.Site) -> nn.Module:
-        del module, site
-        return NoPositions()
-
     return {
         AlibiAttention: None,
         NoPositions: None,
@@ -123,7 +119,7 @@ def _rules() -> surgery.Rules:
         TransformersPositions: None,
         stand_in(_GPT2, "GPT2Model"): gpt2,
         _GPT2_ATTENTION: _transformers_attention,
-        one_of(found, "GPT2Model.wpe"): gpt2_positions,
+        one_of(found, "GPT2Model.wpe"): lambda module, site: NoPositions(),
         _BERT_ATTENTION: _transformers_attention,
         stand_in(_BERT, "BertEmbeddings"): _transformers_embeddings,
         _ROBERTA_ATTENTION: _transformers_attention,

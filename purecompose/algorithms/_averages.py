@@ -15,7 +15,7 @@ from purecompose.algorithms._parts import Patterns, Period, Point, Where, checke
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
-from purecompose.optim.base import match_or_raise
+from purecompose.optim.base import matched_or_raise
 from purecompose.optim.wrapping import all_finite, map_leaves, settings_of, with_setting
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve
 from purecompose.schedule.declared import Within, checked
@@ -118,10 +118,8 @@ def ema(
     def init(state: State) -> State:
         if buffers != STATISTICS:
             floating = [key for key, buffer in state.buffers.items() if buffer.is_floating_point()]
-            for pattern in buffers:
-                match_or_raise(pattern, floating, f"{name}: buffers: {pattern!r}", "floating buffer")
-        for pattern in where or ():
-            match_or_raise(pattern, state.context.trainable, f"{name}: where: {pattern!r}", "trainable parameter")
+            matched_or_raise(buffers, floating, f"{name}: buffers", "floating buffer")
+        matched_or_raise(where or (), state.context.trainable, f"{name}: where", "trainable parameter")
         averages = Averages.empty(state, tuple(buffers), tuple(where or ("*",)))
         return state.replace(slots={**state.slots, name: averages})
 
@@ -233,7 +231,6 @@ def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num:
         >>> add_to_mean({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([4.0, 2.0])}, 2)["w"]
         tensor([2., 2.])
     """
-
     return between(means, weights, 1 / ((num.double() if isinstance(num, Tensor) else num) + 1))
 
 
@@ -370,9 +367,7 @@ def _with_statistics(state: State, name: str) -> State:
         key: torch.where(is_good, both[key], own) if key in found.names else own
         for key, own in averages.buffers.items()
     }
-    new = old._replace(
-        averages=averages._replace(buffers=buffers), num_batches=num_batches + is_good.to(num_batches.dtype)
-    )
+    new = SwaState(averages._replace(buffers=buffers), num_batches + is_good.to(num_batches.dtype))
     return state.replace(slots={**state.slots, name: new})
 
 
@@ -401,7 +396,7 @@ def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
     return map_leaves(with_new_rate, optimizer)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Annealed:
     """Schedule that changes a learning rate to another constant; the rate's number is multiplied by its value."""
 

@@ -15,7 +15,7 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.means import num_terms
 from purecompose.core.state import State
 from purecompose.optim import lists
-from purecompose.optim.base import match_or_raise, matched
+from purecompose.optim.base import matched, matched_or_raise
 from purecompose.optim.wrapping import Guarded, all_finite, chosen
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide
@@ -157,8 +157,7 @@ def gradient_accumulation(
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            for pattern in where or ():
-                match_or_raise(pattern, state.context.trainable, f"{name}: where: {pattern!r}", "trainable parameter")
+            matched_or_raise(where or (), state.context.trainable, f"{name}: where", "trainable parameter")
             trained = {key: state.params[key] for key in state.context.trainable}
             return with_slot(state, AccumulatedGradients.empty(_waiting(where, trained)))
         if event is Event.FIT_END:

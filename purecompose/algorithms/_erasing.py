@@ -9,15 +9,19 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._support.specs import shown
 from purecompose.algorithms._parts import Field, WrittenField
-from purecompose.algorithms.images.batches import TakesTargets, map_targets, with_images, with_images_and_targets
+from purecompose.algorithms.images.batches import (
+    TakesTargets,
+    image_method,
+    map_targets,
+    with_images,
+    with_images_and_targets,
+)
 from purecompose.algorithms.images.samples import check_image_tensor, whole_part
-from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.random.keys import as_rng
 from purecompose.schedule.declared import Within, checked
-from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
 
 
 _LENGTH_HINT = "it is a share of the shorter side, not a number of pixels; 0.5 is common, 0.25 milder"
@@ -118,16 +122,7 @@ def cutout(
     settings = {"num_holes": num_holes, "length": length}
     covered = partial(cutout_batch, **settings, uniform_sampling=uniform_sampling, per_example=per_example)
 
-    def apply(event: Event, state: State) -> State:
-        del event
-        return with_images(state, name, input_field, covered)
-
-    return Algorithm(
-        name,
-        NEVER if num_holes == 0 else on(Event.AFTER_DATALOADER),
-        apply,
-        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
-    )
+    return image_method(name, lambda state: with_images(state, name, input_field, covered), is_neutral=num_holes == 0)
 
 
 def _drawn(
@@ -238,16 +233,10 @@ def colout(
     """
     shrunk = partial(_shrunk, p_row=p_row, p_col=p_col, resize_target=resize_target)
 
-    def apply(event: Event, state: State) -> State:
-        del event
+    def change(state: State) -> State:
         return with_images_and_targets(state, name, (input_field, target_field), shrunk, resize_target)
 
-    return Algorithm(
-        name,
-        NEVER if p_row == 0 and p_col == 0 else on(Event.AFTER_DATALOADER),
-        apply,
-        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
-    )
+    return image_method(name, change, is_neutral=p_row == 0 and p_col == 0)
 
 
 def _shrunk(

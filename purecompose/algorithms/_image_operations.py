@@ -10,17 +10,22 @@ from torch import Tensor
 from purecompose import random
 from purecompose.algorithms._parts import WrittenField
 from purecompose.algorithms.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
-from purecompose.algorithms.images.batches import SEVERITY, assigned, one_operation_each, warn_of_maps, with_images
+from purecompose.algorithms.images.batches import (
+    SEVERITY,
+    assigned,
+    image_method,
+    one_operation_each,
+    warn_of_maps,
+    with_images,
+)
 from purecompose.algorithms.images.primitives import AugmentationSet
 from purecompose.algorithms.images.samples import can_read
-from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import per_row
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within, checked
-from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, on
 
 
 @checked
@@ -111,17 +116,11 @@ def randaugment(
     """
     changed = partial(randaugment_batch, depth=depth, augmentation_set=augmentation_set, value_range=value_range)
 
-    def apply(event: Event, state: State) -> State:
-        del event
+    def change(state: State) -> State:
         warn_of_maps(name, state, input_field, augmentation_set)
         return with_images(state, name, input_field, partial(changed, severity=state.scalar(severity)))
 
-    return Algorithm(
-        name,
-        NEVER if depth == 0 or severity == 0 else on(Event.AFTER_DATALOADER),
-        apply,
-        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
-    )
+    return image_method(name, change, is_neutral=depth == 0 or severity == 0)
 
 
 _MAX_DEPTH = 3
@@ -233,15 +232,12 @@ def augmix(
     shape = {"depth": depth, "width": width}
     changed = partial(augmix_batch, **shape, augmentation_set=augmentation_set, value_range=value_range)
 
-    def apply(event: Event, state: State) -> State:
-        del event
+    def change(state: State) -> State:
         warn_of_maps(name, state, input_field, augmentation_set)
         now = {"severity": state.scalar(severity), "alpha": state.scalar(alpha)}
         return with_images(state, name, input_field, partial(changed, **now))
 
-    return Algorithm(
-        name, NEVER if severity == 0 else on(Event.AFTER_DATALOADER), apply, traits=frozenset({Trait.AUGMENTS_EXAMPLES})
-    )
+    return image_method(name, change, is_neutral=severity == 0)
 
 
 def _chains(

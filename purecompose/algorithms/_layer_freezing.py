@@ -13,7 +13,7 @@ from purecompose.algorithms._parts import Elapsed, Where, reported
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.nn.model import Model
-from purecompose.optim.base import match_or_raise, matched
+from purecompose.optim.base import matched_or_raise
 from purecompose.schedule.declared import Within, checked
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, after, on
@@ -188,10 +188,7 @@ def _layers_of(
     layers = layers_of(model.module, frozen)
     if patterns is None:
         return layers
-    names = tuple(name for layer in layers for name in layer)
-    for pattern in patterns:
-        match_or_raise(pattern, names, f"{role}: {pattern!r}", "trainable parameter")
-    chosen = matched(patterns, names)
+    chosen = matched_or_raise(patterns, [name for layer in layers for name in layer], role, "trainable parameter")
     return tuple(part for layer in layers if (part := tuple(name for name in layer if name in chosen)))
 
 

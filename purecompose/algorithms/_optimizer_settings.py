@@ -17,7 +17,7 @@ from purecompose._support.specs import shown
 from purecompose.algorithms._parts import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.base import match_or_raise, matched
+from purecompose.optim.base import matched_or_raise
 from purecompose.optim.wrapping import Decaying, DecayRule, leaves, map_leaves, settings_of
 from purecompose.schedule import Scalar, Schedule, collect, scaled
 from purecompose.schedule.declared import Within, checked
@@ -197,10 +197,7 @@ def _unit_norm(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _chosen(name: str, where: tuple[str, ...], exclude: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
-    for role, patterns in (("where", where), ("exclude", exclude)):
-        for pattern in patterns:
-            match_or_raise(pattern, names, f"{name}: {role}: {pattern!r}")
-    return matched(where, names) - matched(exclude, names)
+    return matched_or_raise(where, names, f"{name}: where") - matched_or_raise(exclude, names, f"{name}: exclude")
 
 
 @factory
@@ -255,9 +252,8 @@ def decoupled_weight_decay(
 
     def apply(event: Event, state: State) -> State:
         del event
-        for role, patterns in (("where", where or ()), ("exclude", exclude)):
-            for pattern in patterns:
-                match_or_raise(pattern, state.params, f"{name}: {role}: {pattern!r}")
+        matched_or_raise(where or (), state.params, f"{name}: where")
+        matched_or_raise(exclude, state.params, f"{name}: exclude")
         for leaf in leaves(state.optimizer):
             _warn_of_settings(rule, leaf)
         return state.replace(optimizer=map_leaves(with_rule, state.optimizer, up_to=Decaying))

@@ -20,7 +20,7 @@ from purecompose.core.clock import Clock
 from purecompose.core.context import Context, Static
 from purecompose.core.ranks import Ranks, Sharing
 from purecompose.nn.model import Model
-from purecompose.optim.base import match_or_raise, matched
+from purecompose.optim.base import matched_or_raise
 from purecompose.optim.protocol import carried
 from purecompose.schedule import Scalar, Schedule, collect, resolve
 from purecompose.time import Timestamp
@@ -383,6 +383,4 @@ def _parameter_names(which: str, given: Any, known: tuple[str, ...]) -> frozense
         raise TypeError(f"{which}: expected a collection of names or patterns, as in ['0.*'], got {shown(given)}")
     given = frozenset(given)
     patterns = given.difference(known)
-    for pattern in patterns:
-        match_or_raise(pattern, known, f"{which}: {pattern!r}")
-    return given - patterns | matched(tuple(patterns), known)
+    return given - patterns | matched_or_raise(patterns, known, which)

@@ -390,6 +390,16 @@ def match_or_raise(pattern: str, names: Iterable[str], where: str, kind: str = "
         )
 
 
+def matched_or_raise(
+    patterns: Iterable[str], names: Iterable[str], where: str, kind: str = "parameter"
+) -> frozenset[str]:
+    """Return the names that one of the patterns matches; raise a `ValueError` for a pattern that matches none."""
+    patterns, names = tuple(patterns), tuple(names)
+    for pattern in patterns:
+        match_or_raise(pattern, names, f"{where}: {pattern!r}", kind)
+    return matched(patterns, names)
+
+
 @functools.lru_cache(maxsize=256)
 def matched(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
     """Return the names that one of the patterns matches (`fnmatch`, on the whole name); cached, as each step needs it.

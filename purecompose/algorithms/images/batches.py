@@ -12,9 +12,12 @@ from purecompose._support.specs import shown
 from purecompose.algorithms._parts import chosen_fields
 from purecompose.algorithms.images import Primitive, Scale, Strength, chosen_primitives
 from purecompose.algorithms.images.samples import can_read, is_traced
+from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.schedule.declared import Within
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 SEVERITY = Within(0, 10, hint="0 changes nothing, 10 is the strongest")
@@ -34,6 +37,17 @@ def check_images(name: str, inputs: Any) -> None:
             f"{name}: expected images, one tensor (N, C, H, W), got {came}; select them with the method's "
             f"input_field, {field}"
         )
+
+
+def image_method(name: str, change: Callable[[State], State], *, is_neutral: bool) -> Algorithm:
+    """Return a method that changes each image of a loaded batch by itself; if it is neutral it never matches."""
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        return change(state)
+
+    match = NEVER if is_neutral else on(Event.AFTER_DATALOADER)
+    return Algorithm(name, match, apply, traits=frozenset({Trait.AUGMENTS_EXAMPLES}))
 
 
 def are_maps(targets: Tensor, images: Tensor) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -169,32 +169,15 @@ def _bound(bound: Bound, images: Tensor) -> Tensor:
     return constants(values, torch.float32, images.device).view(-1, 1, 1)
 
 
-# The roundings of a decimal share, of 1 - share and of the product add up to less than this many times the machine
-# epsilon.
-_ROUNDINGS = 2
-
-
-@overload
-def whole_part(share: float, size: int) -> int: ...
-@overload
-def whole_part(share: Tensor, size: int) -> Tensor: ...
-def whole_part(share: float | Tensor, size: int) -> int | Tensor:
+def whole_part(share: float, size: int) -> int:
     """Return the integer part of `share * size`, without losing a pixel to rounding.
-
-    Args:
-        share: A number, or a floating tensor, which has been rounded to its dtype.
-
-    Returns:
-        An int, or a tensor of the same shape, int64.
 
     Example:
         >>> whole_part(1 - 0.9, 10), int((1 - 0.9) * 10)
         (1, 0)
     """
-    if isinstance(share, Tensor):
-        slack = _ROUNDINGS * torch.finfo(share.dtype).eps
-        return ((share.double() + slack) * size).floor().to(torch.int64)
-    return math.floor((share + _ROUNDINGS * sys.float_info.epsilon) * size)
+    # The roundings of a decimal share, of 1 - share and of the product add up to less than twice the machine epsilon.
+    return math.floor((share + 2 * sys.float_info.epsilon) * size)
 
 
 def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> None:

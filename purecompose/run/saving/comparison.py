@@ -21,7 +21,7 @@ from purecompose.core.state import State
 from purecompose.core.values import fields_where, memory_for
 from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.nn.model import Model
-from purecompose.optim.base import match_or_raise, matched
+from purecompose.optim.base import matched, matched_or_raise
 from purecompose.run.saving.files import Index
 from purecompose.run.saving.leaves import Spec, leaves_of, mismatches
 from purecompose.schedule import Hparam, collect
@@ -214,8 +214,7 @@ def without(index: Index, like: State, ignore: Collection[str] = ()) -> tuple[In
     paths = {re.sub(r"\['?([^]]*?)'?]", r".\1", leaf): leaf for leaf in leaves}  # opt_state.exp_avg.0.weight
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     fields = {f"{name}.*" for name in fields_where(persists=True)}  # which may be empty, as an optimizer's memory
-    for pattern in {*patterns} - fields:
-        match_or_raise(pattern, paths, f"load: ignore: {pattern!r}", "part of a checkpoint")
+    matched_or_raise({*patterns} - fields, paths, "load: ignore", "part of a checkpoint")
     left_out = {paths[path] for path in matched(patterns, tuple(paths))}
 
     def rest(found: Mapping[str, Any], leaf: str = "{}") -> dict[str, Any]:
