@@ -190,9 +190,6 @@ def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float 
     """Return `low + share * (high - low)` element by element, in the dtypes of `low`; exact for shares of 0 and 1.
 
     The share, a number or a 0-d tensor, is rounded to each dtype as late as possible: pass a small share in float64.
-
-    Raises:
-        KeyError: `high` lacks a name.
     """
     kinds = dict.fromkeys((value.dtype, value.device) for value in low.values())
     shares = {kind: as_scalar(share, *kind) for kind in kinds}

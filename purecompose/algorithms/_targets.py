@@ -249,12 +249,7 @@ def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixtur
 def check_mixable(
     name: str, state: State, input_field: batches.Field | None, target_field: batches.Field | None, *, by_loss: bool
 ) -> None:
-    """Raise at INIT if a state's examples cannot be mixed, with `by_loss` also the losses of their targets.
-
-    Raises:
-        TypeError: There are no targets, or the loss does not read them, or has no losses per example.
-        ValueError: The input is its own target, so that there are no two losses.
-    """
+    """Raise at INIT if a state's examples cannot be mixed, with `by_loss` also the losses of their targets."""
     check_reads_targets(name, state.context.loss, target_field)
     losses.check_loss(for_mixtures(state.context.loss), per_example=by_loss)
     if target_field == input_field and by_loss:

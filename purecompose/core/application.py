@@ -57,11 +57,7 @@ class Matcher:
         self._known: _Known | None = None
 
     def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:
-        """Return the answers as bits, in the order of `questions`.
-
-        Raises:
-            MatchError: A `match` read a tensor's value or failed; the message names the algorithm.
-        """
+        """Return the answers as bits, in the order of `questions`."""
         known = self._known
         if known is None or not known.covers(now, later):
             known = self._known = self._find_known(now, later)

@@ -91,11 +91,7 @@ _MANY = 2**18
 def watched(
     call: Callable[[], T], culprit: str, marks: Iterable[Marks], event: Event | None = None, remedy: str = ""
 ) -> T:
-    """Return the result of a call of user code, which must not write into what it was given, or draw without a key.
-
-    Raises:
-        InPlaceError, GlobalDrawError: The code did so.
-    """
+    """Return the result of a call of user code, which must not write into what it was given, or draw without a key."""
     before = _generators()
     result = call()
     for given in marks:

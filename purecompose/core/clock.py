@@ -243,10 +243,6 @@ def joined(parts: Parts, loss: Any, net: nn.Module) -> tuple[Parts, Any, Model |
     """Return a network's parts with the tensors of its loss, the loss without them, and the architecture of the loss.
 
     The last is `None` unless the loss is a module with parameters or buffers.
-
-    Raises:
-        TypeError, ValueError: See `check_loss` and `check_reads`; or the network has tensors whose names begin with
-            "loss.".
     """
     losses.check_loss(loss)
     check_reads(loss, net)
@@ -266,12 +262,7 @@ def joined(parts: Parts, loss: Any, net: nn.Module) -> tuple[Parts, Any, Model |
 
 
 def check_reads(loss: Any, net: nn.Module | None = None) -> None:
-    """Raise an error if a loss reads what is outside of the state, or cannot be filled in.
-
-    Raises:
-        TypeError: It reads a schedule or named scalar where its value cannot be filled in.
-        ValueError: It reads parameters from outside of the state, or tensors of the network.
-    """
+    """Raise an error if a loss reads what is outside of the state, or cannot be filled in."""
     own = {id(part) for part in _parts(loss)} if isinstance(loss, nn.Module) else set()
     of_net = {id(part) for part in _parts(net)} if net is not None else set()
     filled_in = {id(scalar) for scalar in scalars_of(loss).values()}

@@ -28,10 +28,6 @@ def with_usual_loop(given: Any, algorithms: Any) -> tuple[Any, Any]:
     """Return the program and the algorithms that `compose` was given: a list of algorithms is run by the usual loop.
 
     So is an empty list, as in a comparison with no method at all.
-
-    Raises:
-        TypeError: A list has both algorithms and nodes of a program, or there are two lists of algorithms; or something
-            in the program is a factory that has not been called.
     """
     if isinstance(given, (Algorithm, Event, str)) or not isinstance(given, Iterable):
         hint = f"; put a single algorithm into a list, compose([{given}])" if isinstance(given, Algorithm) else ""

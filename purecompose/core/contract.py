@@ -48,11 +48,7 @@ class Contract:
     def apply(
         self, algorithm: Algorithm, event: Event, before: State, apply: Callable[[], tuple[State, int | None]]
     ) -> tuple[State, int | None]:
-        """Return the result of one application of an algorithm.
-
-        Raises:
-            InPlaceError, GlobalDrawError: The algorithm wrote into what it was given, or drew without a key.
-        """
+        """Return the result of one application of an algorithm."""
         where = f"{algorithm.name} at {event}"
         return self._kept(apply, algorithm.apply, where, before, event, may_change=algorithm.host)
 
@@ -154,12 +150,7 @@ class Contract:
         return [self._marks, Marks(lambda: tensors_in(state, "batch", "outputs", "grads"), with_values=True)]
 
     def run_update(self, state: State, update: Callable[[], Any]) -> Any:
-        """Return the optimizer's result.
-
-        Raises:
-            InPlaceError, GlobalDrawError: As `apply`.
-            FormError: The result is not a pair of parameters and optimizer state, each in the form that it had.
-        """
+        """Return the optimizer's result."""
         culprit = f"the update of the optimizer {state.optimizer!r}"
         remedy = "return new tensors (mul instead of mul_) by the same names"
         result = watched(update, culprit, [self._marks], remedy=remedy)

@@ -89,10 +89,6 @@ def differentiate(
     Returns:
         The body's end with `grads`. Fields that the body set (loss, outputs, buffers, slots, ...) are detached from
         the graph unless the caller differentiates through the step.
-
-    Raises:
-        ValueError: `names` is empty, the loss is not a scalar, or it reaches none of the parameters.
-        RuntimeError: The call is within `torch.inference_mode`, or uses tensors made there.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -133,9 +129,6 @@ def value_and_grads(fn: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: li
 
     Args:
         fn: Function of the leaves that returns a loss (0-d) and a pytree of tensors.
-
-    Raises:
-        ValueError: The loss is not a scalar, or does not depend on the leaves.
     """
 
     def checked(leaves: list[Tensor]) -> tuple[Tensor, Any]:

@@ -200,11 +200,7 @@ def _evaluation(state: State, grads: dict[str, Tensor], editors: str, purpose: P
 
 
 def as_nodes(given: Iterable[Any]) -> Program:
-    """Return the nodes of a program, with names of events replaced by events and plain functions by stages.
-
-    Raises:
-        TypeError: An element is not an event, a stage, a function or a scope.
-    """
+    """Return the nodes of a program, with names of events replaced by events and plain functions by stages."""
     return tuple(map(_as_node, given))
 
 
@@ -220,11 +216,7 @@ def events_in(program: Iterable[Node]) -> tuple[Event, ...]:
 
 
 def matching_params(names: tuple[str, ...], wrt: str | None) -> tuple[str, ...]:
-    """Return the names that match a pattern, or all names if it is `None`.
-
-    Raises:
-        ValueError: No name matches.
-    """
+    """Return the names that match a pattern, or all names if it is `None`."""
     if wrt is None:
         return names
     found = tuple(name for name in names if fnmatch.fnmatchcase(name, wrt))

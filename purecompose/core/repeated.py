@@ -125,11 +125,7 @@ def _run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Ca
 def _with_whole_loss(
     to_whole_loss: tuple[Operation, Operation] | None, carry: Carry, purpose: Purpose, cut: Cut
 ) -> Carry:
-    """Set `whole_loss` to the loss of the outputs of all slices, for a loss that couples examples.
-
-    Raises:
-        ValueError: The scope has no loss stage or several, or outputs or targets are not per example.
-    """
+    """Set `whole_loss` to the loss of the outputs of all slices, for a loss that couples examples."""
     state, shared = carry.state, purpose.part
     if state.whole_loss is not None:  # in a slice of a slice
         return carry

@@ -89,10 +89,6 @@ class GatheredOnUse(TorchFunctionMode):
 
 def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
     """Return a scope for a forward pass outside of a step's gradient, in which divided parameters are gathered on use.
-
-    Raises:
-        UnsupportedError: A gradient or map would go through the messages.
-        RuntimeError: In the scope: processes read other parameters.
     """
     if not may_be_shards():
         return NOTHING

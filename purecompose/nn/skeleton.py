@@ -84,11 +84,7 @@ class Skeleton:
     def filled_copy(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_shared: bool = False
     ) -> nn.Module:
-        """Return a new module with copies of these tensors, or with `is_shared` with tensors on their memory.
-
-        Raises:
-            KeyError: A tensor of the architecture is missing.
-        """
+        """Return a new module with copies of these tensors, or with `is_shared` with tensors on their memory."""
         memo: dict[int, Any] = {}
         with self._lock:
             for name, container, key in self._param_slots:

@@ -223,12 +223,7 @@ _NOT_COPIED = (OWN - set(HOOKS)) | {"_compiled_call_impl"}
 
 
 def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
-    """Raise if a state could not hold a tensor, or would lose something attached to it.
-
-    Raises:
-        ValueError: The tensor has no values yet, is computed from other tensors, or has hooks.
-        TypeError: The tensor is sparse, or its class is a subclass of Tensor that overrides operations.
-    """
+    """Raise if a state could not hold a tensor, or would lose something attached to it."""
     if is_lazy(tensor):
         raise ValueError(f"{name} has no shape yet (a lazy module): run the module once on a batch first")
     if tensor.is_meta:

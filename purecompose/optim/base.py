@@ -79,11 +79,7 @@ class ByGroup:
         return type(self).__name__.lower()
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return zeros for every parameter, each slot in the order of `params`.
-
-        Raises:
-            ValueError: A group's pattern matches no parameter.
-        """
+        """Return zeros for every parameter, each slot in the order of `params`."""
         for pattern, _ in self.groups:
             match_or_raise(pattern, params, f"{self.called}: groups[{pattern!r}]")
         cell_of = {name: cell for cell in self._cells(params, params) for name in cell.names}
@@ -100,11 +96,7 @@ class ByGroup:
         params: Mapping[str, Tensor],
         value: Value = number,
     ) -> tuple[dict[str, Tensor], OptState]:
-        """Move every parameter that has a gradient; see `Optimizer.update`.
-
-        Raises:
-            KeyError: A gradient has no parameter, or a parameter is missing in `opt_state`.
-        """
+        """Move every parameter that has a gradient; see `Optimizer.update`."""
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
         left = dict(grads)
@@ -416,10 +408,6 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
 
     Args:
         groups: Pattern -> options, in the order in which patterns are tried; a mapping or pairs.
-
-    Raises:
-        TypeError: `groups` is not a mapping of mappings, or an option is one that the optimizer does not have.
-        TypeError, ValueError: An option's value is wrong, by itself or together with the optimizer's other settings.
     """
     valid = list(rule.settings_by_name)
     checked = []

@@ -90,12 +90,7 @@ class ByPattern:
         object.__setattr__(self, "groups", tuple(pairs.items()))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return the states of all optimizers, each for its own parameters; see `Optimizer.init`.
-
-        Raises:
-            TypeError: An optimizer's state is not of the form {slot: {parameter name: tensor}}.
-            ValueError: A pattern matches no parameter, or none that its optimizer moves; or an optimizer raises it.
-        """
+        """Return the states of all optimizers, each for its own parameters; see `Optimizer.init`."""
         parts = self.parts(params, params)
         for i, (pattern, optimizer) in enumerate(self.groups):
             where = f"by_pattern: {pattern!r}"
@@ -120,11 +115,7 @@ class ByPattern:
         params: Mapping[str, Tensor],
         value: Value = number,
     ) -> tuple[dict[str, Tensor], OptState]:
-        """Move every parameter that has a gradient by its optimizer; see `Optimizer.update`.
-
-        Raises:
-            KeyError: A gradient has no parameter, or a parameter is missing in `opt_state`.
-        """
+        """Move every parameter that has a gradient by its optimizer; see `Optimizer.update`."""
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
         left = dict(grads)

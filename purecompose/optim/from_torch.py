@@ -149,13 +149,7 @@ class FromTorch(ByGroup):
         params: Mapping[str, Tensor],
         value: Value = number,
     ) -> tuple[dict[str, Tensor], OptState]:
-        """Move every parameter that has a gradient, by one `step` of the class; see `Optimizer.update`.
-
-        Raises:
-            KeyError: A gradient has no parameter, or a parameter is missing in `opt_state`.
-            RuntimeError: The update is traced, mapped or differentiated; or the form of the memory differs from that
-                after the first step.
-        """
+        """Move every parameter that has a gradient, by one `step` of the class; see `Optimizer.update`."""
         slots = (tensor for tensors in opt_state.values() for tensor in tensors.values())
         self._check_untraced([*grads.values(), *params.values(), *slots])
 

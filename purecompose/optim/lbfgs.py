@@ -138,10 +138,6 @@ class LBFGS:
         Args:
             loss: The loss at `params`, 0-d, of which `grads` are the gradients.
             gradient: Function from all parameters to their gradients and the loss, as `state.gradient`.
-
-        Raises:
-            UnsupportedError: The update is traced, mapped or differentiated, or is called without `gradient`, as by
-                another optimizer around it; or a parameter is divided among processes.
         """
         self._check([*grads.values(), *params.values()])
         if loss is None or gradient is None:

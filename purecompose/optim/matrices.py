@@ -151,11 +151,7 @@ class Muon(ByGroup):
     groups: Any = ()
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`.
-
-        Raises:
-            ValueError: A parameter that is not a real matrix, or a group's pattern that matches nothing.
-        """
+        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
         for name, param in params.items():
             if not self.can_move(param):
                 hint = " (filters=True moves filters)" if param.ndim > 2 and not self.filters else ""

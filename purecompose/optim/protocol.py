@@ -73,11 +73,7 @@ def check_optimizer(optimizer: Any, where: str) -> None:
 
 
 def checked_init(optimizer: Any, params: Mapping[str, Tensor], frozen: Collection[str] = ()) -> Any:
-    """Return the optimizer's state before the first update, without memory for frozen parameters.
-
-    Raises:
-        TypeError: The state contains something other than tensors.
-    """
+    """Return the optimizer's state before the first update, without memory for frozen parameters."""
     opt_state = carried(optimizer, None, params, {}, frozen) if frozen else optimizer.init(params)
     if all(isinstance(leaf, Tensor) for leaf in tree.leaves(opt_state)):
         return opt_state

@@ -126,9 +126,6 @@ class Decaying:
     s is the product of the schedules of the inner optimizer's learning rate, 1 without any. Only parameters with a
     gradient decay.
 
-    Raises:
-        ValueError: The inner optimizer consists of several, each with its own learning rate.
-
     Example:
         >>> import torch
         >>> from purecompose.optim import sgd
@@ -263,11 +260,7 @@ def settings_of(leaf: Any) -> Mapping[str, Any]:
 
 
 def with_setting(leaf: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    """Return a leaf optimizer with one setting changed, in its groups as well.
-
-    Raises:
-        KeyError: The optimizer has no such setting.
-    """
+    """Return a leaf optimizer with one setting changed, in its groups as well."""
     changes = {name: change(settings_of(leaf)[name])}
     if not isinstance(leaf, ByGroup):
         return dataclasses.replace(leaf, **changes)

@@ -214,10 +214,6 @@ def in_new_processes(function: Callable[..., Any], calls: Sequence[tuple[Any, ..
     """Return the results of a function for each tuple of arguments, each in a new process, at the same time.
 
     The processes have torch's settings of this one; what they print is discarded.
-
-    Raises:
-        Unportable: The arguments cannot be pickled, refer to the main module, or cannot be read there.
-        RemoteError: A call failed, or did not end within minutes.
     """
     requests = [_pickled((function, arguments)) for arguments in calls]
     running: list[tuple[Any, Connection]] = []

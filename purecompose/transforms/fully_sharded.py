@@ -255,11 +255,7 @@ class _Group(NamedTuple):
 
 
 def _groups(net: nn.Module, modules: Sequence[nn.Module], init: Callable[[nn.Module], Any] | None) -> list[_Group]:
-    """Return which modules have to be initialised together, found by initialising them on the meta device.
-
-    Raises:
-        ValueError: Nothing writes into a tensor.
-    """
+    """Return which modules have to be initialised together, found by initialising them on the meta device."""
     groups: list[_Group] = []
     for index, module in enumerate(modules):
         group = _Group([index], _written(module, init))

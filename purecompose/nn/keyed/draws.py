@@ -118,9 +118,6 @@ class Draws(TorchFunctionMode):
         If `shape[0]` is `num_examples * m` with m >= 1, leading index j holds element `j % m` of example
         `first_example + j // m`. A single number, of shape (), is drawn for the whole batch. Otherwise, and unless the
         draw is `per_example`, there is one for all examples of this pass, another one for each `first_example`.
-
-        Raises:
-            UnkeyedRandomError: The call, named by `func`, is inside a checkpoint that cannot replay it.
         """
         self._check_replayable(func)
         shape = tuple(shape)

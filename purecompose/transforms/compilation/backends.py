@@ -64,10 +64,6 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
         graph: The graph, pure except for `copy_` into placeholders.
         backend: `"inductor"`, `"eager"` (the graph as Python, for inspecting what was traced), or anything that
             `torch.compile(backend=...)` accepts.
-
-    Raises:
-        RuntimeError: Inductor finds no C++ compiler.
-        TraceError: Inductor fails on the graph.
     """
     look_up_rows(graph)
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)

@@ -53,12 +53,7 @@ class Builder:
         self._ranks = step.ranks
 
     def part(self, stretch: Stretch, boundary: Boundary, is_last: bool, body: Operation | None = None) -> CompiledPart:
-        """Return the compiled graph of a stretch, or of a body within it.
-
-        Raises:
-            TraceError: It cannot be traced or compiled.
-            VariantLimitError: There would be more parts than `max_variants`.
-        """
+        """Return the compiled graph of a stretch, or of a body within it."""
         if torch.is_anomaly_enabled():
             warn(
                 "anomaly detection does not see into a compiled step: to find where a NaN comes from, run the step "

@@ -104,9 +104,6 @@ def capture(
         boundary: The incoming state. If its fields are in donated buffers, the last part writes there.
         is_last: True if the step ends here: temporary fields are left out.
         dynamic: True to leave the number of examples open, "all" for all sizes of the batch.
-
-    Raises:
-        TraceError: The part cannot be traced; the message names algorithm and line.
     """
     mode, signatures, inputs = fake_mode(), boundary.signatures, boundary.inputs()
     sizes = Sizes(mode, signatures, boundary.static.context.layout, is_all=dynamic == "all") if dynamic else None
@@ -310,9 +307,6 @@ def explained() -> Iterator[None]:
     """Return a context manager for tracing that reports untraceable operations with algorithm, line and remedy.
 
     Every other error is raised unchanged. Anomaly detection, which reads numbers, is off.
-
-    Raises:
-        TraceError: An operation read a number, which a graph does not have, or has a result of unknown shape.
     """
     try:
         with torch.autograd.set_detect_anomaly(False), unvalidated():  # both would read numbers

@@ -236,12 +236,7 @@ def all_true(ranks: Ranks | None, own: bool, device: torch.device) -> bool:
 
 @contextmanager
 def failing_together(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
-    """Return a scope, in which no messages are sent, that ends with an error in all processes or in none.
-
-    Raises:
-        TraceError: Another process has raised one.
-        RuntimeError: Another process has raised another error.
-    """
+    """Return a scope, in which no messages are sent, that ends with an error in all processes or in none."""
     if ranks is None:
         yield
         return
