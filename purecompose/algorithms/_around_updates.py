@@ -12,7 +12,7 @@ from purecompose._support.messages import warn
 from purecompose.algorithms._averages import between
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
-from purecompose.optim.wrapping import Guarded, all_finite, chosen, leaves, settings_of
+from purecompose.optim.wrapping import Guarded, all_finite, chosen, leaves, settings_of, settings_with_groups
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import Averages, wide, with_weights
@@ -329,7 +329,7 @@ def _moved(own: ScheduleFree, state: State, beta: float) -> tuple[dict[str, Tens
 def _warn_of_momentum(name: str, optimizer: Any) -> None:
     """Warn if the optimizer, or one of its groups, has momentum."""
     for leaf in leaves(optimizer):
-        given = [settings_of(leaf), *[dict(options) for _, options in getattr(leaf, "groups", ())]]
+        given = settings_with_groups(leaf)
         if any(settings.get("momentum") or (settings.get("betas") or (0,))[0] for settings in given):
             warn(
                 f"{name}: beta takes the place of momentum, but {optimizer!r} also has momentum, and both act; "

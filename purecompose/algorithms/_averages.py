@@ -12,7 +12,7 @@ from torch import Tensor
 from purecompose._support.device import as_scalar
 from purecompose._support.messages import warn
 from purecompose.algorithms._parts import Patterns, Period, Point, Where, checked_period
-from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.algorithm import Algorithm, Apply, Trait, factory
 from purecompose.core.state import State
 from purecompose.nn.model import STATISTICS
 from purecompose.optim.base import matched_or_raise
@@ -23,7 +23,7 @@ from purecompose.schedule.scalar import factors_of, known_part
 from purecompose.surgery.weights import Averages, statistics_of, with_batch, with_weights
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit, predicates
 from purecompose.time.event import Event, named_time
-from purecompose.time.predicates import after, first_turn, on, through
+from purecompose.time.predicates import Predicate, after, first_turn, on, through
 
 
 @checked
@@ -141,13 +141,19 @@ def ema(
         new = Averages(params, _with_infinities(statistics, state.buffers), old.num + 1)
         return state.replace(slots={**state.slots, name: new})
 
-    updates = on(Event.BATCH_END) & predicates.every(every)
-    # A start at the beginning is left out: as a share of the run it would require the run's length.
-    updates = updates & after(start) if start else updates
     config = {"half_life" if smoothing is None else "smoothing": factor, "start": str(start), "every": str(every)}
-    config |= {key: value for key, value in (("warmup", warmup), ("power", power)) if value is not None}
-    config |= {} if buffers == STATISTICS else {"buffers": buffers}
-    config |= {} if where is None else {"where": where}
+    others = {"warmup": warmup, "power": power, "buffers": None if buffers == STATISTICS else buffers, "where": where}
+    config |= {key: value for key, value in others.items() if value is not None}
+    return _averaging(name, _from(start, on(Event.BATCH_END) & predicates.every(every)), apply, config)
+
+
+def _from(start: Time, match: Predicate) -> Predicate:
+    # A start at the beginning is left out: as a share of the run it would require the run's length.
+    return match & after(start) if start else match
+
+
+def _averaging(name: str, updates: Predicate, apply: Apply, config: Mapping[str, Any]) -> Algorithm:
+    """Return a method that makes averages at INIT, updates them, and replaces the weights by them in evaluation."""
     return Algorithm(
         name,
         on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | updates,
@@ -319,21 +325,12 @@ def swa(
         new = old._replace(averages=Averages(params, buffers, averages.num + 1))
         return state.replace(slots={**state.slots, name: new})
 
-    averaging = on(Event.BATCH_END) & predicates.every(every, since=start or "0ba")
-    # A start at the beginning is left out: as a share of the run it would require the run's length.
-    averaging = averaging & after(start) if start else averaging
+    averaging = _from(start, on(Event.BATCH_END) & predicates.every(every, since=start or "0ba"))
     match = averaging if is_whole else averaging & through(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
     settings: dict[str, Any] = {"start": str(start), "end": str(end), "every": str(every)}
     if swa_lr is not None:
         settings |= {"swa_lr": swa_lr, "anneal_strategy": anneal_strategy, "anneal_steps": anneal_steps}
-    return Algorithm(
-        name,
-        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | match,
-        apply,
-        traits=frozenset({Trait.AVERAGES_WEIGHTS}),
-        runs_after=(Trait.REQUIRED_ON_LOAD, Trait.SETS_WEIGHTS),
-        config=settings,
-    )
+    return _averaging(name, match, apply, settings)
 
 
 def _warn_if_unused(name: str, run: RunLength, start: Time, end: Time, every: Time) -> None:

@@ -284,8 +284,7 @@ class _Together(Predicate):
         return any(part(event, state) for part in self.parts)
 
     def at(self, event: Event) -> Predicate:
-        found = [answer for part in self.parts if (answer := part.at(event)) != NEVER]
-        return found[0] if found else NEVER
+        return next((answer for part in self.parts if (answer := part.at(event)) != NEVER), NEVER)
 
     def __repr__(self) -> str:
         return " | ".join(repr(part) for part in self.parts)

@@ -195,18 +195,13 @@ def cutmix(
 
 def _checked_box(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
     """Return the checked box, (4,), int64, on the images' device."""
-    box = bbox if isinstance(bbox, Tensor) else _as_tensor(bbox)
-    if box is None or box.shape != (4,) or box.dtype.is_floating_point or box.dtype == torch.bool:
+    try:
+        box = bbox if isinstance(bbox, Tensor) else torch.tensor(bbox)
+    except (TypeError, ValueError, RuntimeError):  # not of numbers, such as a string
+        box = torch.empty(0)
+    if box.shape != (4,) or box.dtype.is_floating_point or box.dtype == torch.bool:
         raise ValueError(f"cutmix_batch: bbox: expected integers (top, left, bottom, right), got {shown(bbox)}")
     return box.to(images.device, torch.int64)
-
-
-def _as_tensor(numbers: Any) -> Tensor | None:
-    """Return numbers as a tensor, or `None` for something else, such as a string."""
-    try:
-        return torch.tensor(numbers)
-    except (TypeError, ValueError, RuntimeError):
-        return None
 
 
 def _are_maps(targets: Tensor, images: Tensor) -> bool:

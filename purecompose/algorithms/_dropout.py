@@ -101,17 +101,13 @@ def stochastic_depth(
         metrics = {**state.metrics, f"{name}/drop_rate": as_scalar(value, torch.float32, state.device)}
         return _with_rates(state, value, drop_distribution).replace(metrics=metrics)
 
-    settings = {
-        "stochastic_method": stochastic_method,
-        "drop_rate": rate,  # includes the warm-up, because schedules are evaluated at their place in the config
-        "drop_distribution": drop_distribution,
-    }
     return Algorithm(
         name,
         NEVER if drop_rate == 0 else when,
         apply,
         traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS, Trait.SKIPS_FROZEN_PARTS}),
-        config=settings,
+        # The rate includes the warm-up, because schedules are evaluated at their place in the config.
+        config={"stochastic_method": stochastic_method, "drop_rate": rate, "drop_distribution": drop_distribution},
     )
 
 
@@ -333,7 +329,14 @@ def gyro_dropout(p: Probability = 0.5, sigma: Sigma = 256, tau: Tau = 16, *, nam
     _check_bank("gyro_dropout", sigma, tau)
 
     def init(state: State) -> State:
-        length, place = _period_length(name, state, sigma, tau), torch.zeros(6, dtype=torch.int64)
+        run = state.timestamp.run
+        if run.total_batches is None:
+            raise ValueError(
+                f"{name}: expected a run whose length in batches is known, since it decides how long masks are kept, "
+                f"got duration={run.duration}, batches_per_epoch={run.batches_per_epoch}; give State.create a duration "
+                "in batches ('500ba'), or one in epochs and batches_per_epoch=len(batches)"
+            )
+        length, place = gyro_dropout_period(run.total_batches, sigma, tau), torch.zeros(6, dtype=torch.int64)
 
         def layer(dropout: nn.Module, site: surgery.Site) -> nn.Module | None:
             if [*dropout.parameters(), *dropout.buffers()]:  # a user's subclass, which does more than plain dropout
@@ -391,20 +394,8 @@ def _placed(state: State, place: _Place) -> State:
     return state.replace(buffers={**state.buffers, **dict.fromkeys(_places(state), place.written())})
 
 
-def _period_length(name: str, state: State, sigma: int, tau: int) -> int:
-    run = state.timestamp.run
-    if run.total_batches is None:
-        raise ValueError(
-            f"{name}: expected a run whose length in batches is known, since it decides how long masks are kept, got "
-            f"duration={run.duration}, batches_per_epoch={run.batches_per_epoch}; give State.create a duration in "
-            "batches ('500ba'), or one in epochs and batches_per_epoch=len(batches)"
-        )
-    return gyro_dropout_period(run.total_batches, sigma, tau)
-
-
 def _check_bank(where: str, sigma: int, tau: int) -> None:
     if tau > sigma:
         raise ValueError(
-            f"{where}: expected tau <= sigma, got tau={tau}, sigma={sigma}: a batch cannot have more different masks "
-            "than the bank; increase sigma"
+            f"{where}: expected tau <= sigma, got tau={tau}, sigma={sigma}: a batch has no more masks than the bank"
         )

@@ -18,11 +18,10 @@ from purecompose.algorithms._parts import Patterns, Where
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.optim.base import matched_or_raise
-from purecompose.optim.wrapping import Decaying, DecayRule, leaves, map_leaves, settings_of
+from purecompose.optim.wrapping import Decaying, DecayRule, leaves, map_leaves, settings_with_groups
 from purecompose.schedule import Scalar, Schedule, collect, scaled
 from purecompose.schedule.declared import Within, checked
 from purecompose.surgery.weights import wide
-from purecompose.time import Time
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER, on
 
@@ -255,18 +254,13 @@ def decoupled_weight_decay(
         matched_or_raise(where or (), state.params, f"{name}: where")
         matched_or_raise(exclude, state.params, f"{name}: exclude")
         for leaf in leaves(state.optimizer):
-            _warn_of_settings(rule, leaf)
+            if any(settings.get("weight_decay") for settings in settings_with_groups(leaf)):
+                warn(f"{name}: {leaf!r} also has a weight decay, and both are applied; set its weight_decay=0.0")
         return state.replace(optimizer=map_leaves(with_rule, state.optimizer, up_to=Decaying))
 
     match = NEVER if weight_decay == 0 else on(Event.INIT)
     # Runs after surgery, so that names are those of the final network.
     return Algorithm(name, match, apply, runs_after=(Trait.REQUIRED_ON_LOAD,))
-
-
-def _warn_of_settings(rule: DecayRule, leaf: Any) -> None:
-    settings = settings_of(leaf)
-    if any(one.get("weight_decay") for one in (settings, *[dict(own) for _, own in getattr(leaf, "groups", ())])):
-        warn(f"{rule.name}: {leaf!r} also has a weight decay, and both are applied; set its weight_decay=0.0")
 
 
 @checked
@@ -328,7 +322,12 @@ def scale_schedule(
             f"scale_schedule: ratio={ratio:g} has no effect: the state has no duration, and its optimizer has no "
             "schedule with absolute times; give State.create(..., duration='20ep')"
         )
-    duration = None if run.duration is None else _scaled_duration(run.duration, ratio)
+    duration = None if run.duration is None else run.duration * ratio
+    if duration is not None and not duration:
+        raise ValueError(
+            f"scale_schedule: {ratio:g} * {run.duration} is less than 1{duration.unit.value}, and a run of length 0 "
+            "trains nothing; give a larger ratio, or the duration in a smaller unit"
+        )
     length = replace(run, duration=duration)
     # Drop the old schedules: they are no longer used, and may have no value in a run of another length.
     schedules = collect(optimizer, Schedule)
@@ -346,14 +345,3 @@ def _check_at_start(state: State) -> None:
             f"scale_schedule: INIT is over for {', '.join(state.context.initialised)}, which may have read the run's "
             "length: scale the state returned by State.create, before step.init(state)"
         )
-
-
-def _scaled_duration(duration: Time, ratio: float) -> Time:
-    shorter = duration * ratio
-    if not shorter:
-        unit = duration.unit.value
-        raise ValueError(
-            f"scale_schedule: {ratio:g} * {duration} is less than 1{unit}, and a run of length 0 trains nothing; give "
-            "a larger ratio, or the duration in a smaller unit"
-        )
-    return shorter

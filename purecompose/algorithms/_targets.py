@@ -75,7 +75,9 @@ def mixup_batch(
         mixing = mixing.to(inputs.device)
     if mixing is None or indices is None:
         rng = needed_rng(key, "mixup_batch", "when mixing or indices are left out")
-        mixing = _draw_mixing(rng.named("mixing"), alpha, num if per_example else None) if mixing is None else mixing
+        if mixing is None:
+            mixing = draw_share(rng.named("mixing"), alpha, num if per_example else None)
+            mixing = torch.minimum(mixing, 1 - mixing) if isinstance(mixing, Tensor) else min(mixing, 1 - mixing)
         indices = random.permutation(rng.named("permutation"), num) if indices is None else indices
     partners = indices if indices.device == inputs.device else indices.to(inputs.device)
     # Build the mixture first: it rejects partners of the wrong shape with a message about shapes.
@@ -156,11 +158,14 @@ def mixing(
     def apply(event: Event, state: State) -> State:
         fields = chosen_fields(state, *given)
         if event is Event.INIT:
-            check_mixable(name, state, *fields, by_loss=by_loss)
+            _check_mixable(name, state, *fields, by_loss=by_loss)
             return state
         inputs, targets = (batches.get(state.batch, field) for field in fields)
         check(name, inputs)
-        return with_examples(state, *fields, mix(state.rng(name), inputs, targets, alpha=state.scalar(alpha)))
+        inputs, targets = mix(state.rng(name), inputs, targets, alpha=state.scalar(alpha))
+        batch = batches.put(state.batch, fields[0], inputs)
+        # The input of an autoencoder is its target, too: the mixed input.
+        return state.replace(batch=batch if fields[1] == fields[0] else batches.put(batch, fields[1], targets))
 
     return Algorithm(
         name,
@@ -169,12 +174,6 @@ def mixing(
         traits=frozenset({Trait.MIXES_EXAMPLES}),
         runs_after=(Trait.AUGMENTS_EXAMPLES,),
     )
-
-
-def _draw_mixing(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float | Tensor:
-    """Return the partner's share, a number or 0-d or (num,), float32."""
-    share = draw_share(rng, alpha, num)
-    return torch.minimum(share, 1 - share) if isinstance(share, Tensor) else min(share, 1 - share)
 
 
 def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
@@ -194,7 +193,7 @@ def _check_inputs(inputs: Any) -> None:
         came = "a 0-d tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise TypeError(
             f"mixup mixes one tensor (N, ...) of inputs, got {came}; select it with input_field (an index, a key or "
-            "an accessor); for tokens mix their embeddings inside the model"
+            "an accessor)"
         )
 
 
@@ -246,10 +245,9 @@ def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixtur
     return mixture
 
 
-def check_mixable(
+def _check_mixable(
     name: str, state: State, input_field: batches.Field | None, target_field: batches.Field | None, *, by_loss: bool
 ) -> None:
-    """Raise at INIT if a state's examples cannot be mixed, with `by_loss` also the losses of their targets."""
     check_reads_targets(name, state.context.loss, target_field)
     losses.check_loss(for_mixtures(state.context.loss), per_example=by_loss)
     if target_field == input_field and by_loss:
@@ -257,14 +255,6 @@ def check_mixable(
             f"{name}: interpolate_loss=True: expected a target besides the input, got the field {input_field!r} for "
             "both: the mixed input is its own target, so there are no two losses to mix; leave interpolate_loss out"
         )
-
-
-def with_examples(
-    state: State, input_field: batches.Field | None, target_field: batches.Field | None, examples: tuple[Tensor, Any]
-) -> State:
-    batch = batches.put(state.batch, input_field, examples[0])
-    # The input of an autoencoder is its target, too: the mixed input.
-    return state.replace(batch=batch if target_field == input_field else batches.put(batch, target_field, examples[1]))
 
 
 SMOOTHING = Within(0, 1, hint="it is the share spread over all classes; 0.1 is common, 0 switches label smoothing off")

@@ -88,8 +88,7 @@ class GatheredOnUse(TorchFunctionMode):
 
 
 def gathered_on_use(params: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
-    """Return a scope for a forward pass outside of a step's gradient, in which divided parameters are gathered on use.
-    """
+    """Return a scope for a forward pass outside of a step's gradient that gathers divided parameters on use."""
     if not may_be_shards():
         return NOTHING
     divided = {name: param for name, given in params.items() if is_shard(param := unwrapped(given))}

@@ -259,6 +259,11 @@ def settings_of(leaf: Any) -> Mapping[str, Any]:
     return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.name != "groups"}
 
 
+def settings_with_groups(leaf: Any) -> list[Mapping[str, Any]]:
+    """Return the settings of a leaf optimizer, and those that each of its groups overrides."""
+    return [settings_of(leaf), *[dict(options) for _, options in getattr(leaf, "groups", ())]]
+
+
 def with_setting(leaf: Any, name: str, change: Callable[[Any], Any]) -> Any:
     """Return a leaf optimizer with one setting changed, in its groups as well."""
     changes = {name: change(settings_of(leaf)[name])}

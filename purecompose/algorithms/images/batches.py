@@ -218,15 +218,11 @@ def treated(
         if together is None:
             # If indices cannot be read, unused results are not filtered out, but written into one extra row.
             together = changed.new_empty((num + (not can_read(home)), *changed.shape[1:]))
-        # Write each result immediately, so that a compiled step computes it in place.
-        together = _put(together, home, changed)
+        # Write each result immediately, so that a compiled step computes it in place, as eager mode does here.
+        put = Tensor.index_put if is_traced(home) else Tensor.index_put_
+        together = put(together, (home,), changed)
     assert together is not None
     return together if len(together) == num else together[:num].clone()  # a copy, so that the extra row is freed
-
-
-def _put(together: Tensor, home: Tensor, changed: Tensor) -> Tensor:
-    # In place, since this tensor is not shared yet. Not when traced or mapped; Inductor makes it in place again.
-    return together.index_put((home,), changed) if is_traced(home) else together.index_put_((home,), changed)
 
 
 def _homes(places: Tensor, length: int) -> Tensor:

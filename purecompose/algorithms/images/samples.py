@@ -313,7 +313,7 @@ class SampleTransform:
         target = None if not self.takes_target or target_field is None else batches.get(sample, target_field)
         if target is None:
             return batches.put(sample, field, like_before(self.core(self._key(rng), opened), image))
-        opened_target = tree.map(_opened, target)
+        opened_target = tree.map(lambda one: as_tensor(one, is_moved=True) if _is_pil(one) else one, target)
         changed, changed_target = self.core(self._key(rng), opened, opened_target)
         sample = batches.put(sample, field, like_before(changed, image))
         if changed_target is opened_target:
@@ -377,7 +377,3 @@ def like_before(changed: Any, image: Any) -> Any:
 
 def _is_pil(image: Any) -> bool:
     return hasattr(image, "getbands") and hasattr(image, "tobytes")
-
-
-def _opened(target: Any) -> Any:
-    return as_tensor(target, is_moved=True) if _is_pil(target) else target

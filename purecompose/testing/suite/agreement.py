@@ -30,6 +30,7 @@ from purecompose.time.predicates import every, on
 from purecompose.transforms.compilation import compile as compile_step
 from purecompose.transforms.data_parallel import data_parallel
 from purecompose.transforms.fully_sharded import check_needs_no_parts, fully_sharded, shard
+from purecompose.transforms.members import member, stacked
 
 
 Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
@@ -78,15 +79,11 @@ def _unless_idle_breaks(judge: Callable[[Subject, Case], bool], subject: Subject
         return judge(subject, case)
     except Broken:
         try:
-            judge(Subject(_idle(subject.name)), case)
+            # It acts, so that there is something to judge, but does nothing.
+            judge(Subject(Algorithm(subject.name, on(Event.BATCH_START), _unchanged)), case)
         except Exception:
             return False
         raise
-
-
-def _idle(name: str) -> Algorithm:
-    """Return an algorithm that acts, so that there is something to judge, but does nothing."""
-    return Algorithm(name, on(Event.BATCH_START), _unchanged)
 
 
 def _unchanged(event: Event, state: State) -> State:
@@ -124,12 +121,17 @@ def compare_rounded(first: State, second: State, labels: tuple[str, str], fields
     compare(first, second, labels, fields=fields, tolerance=(lambda dtype: _HALF) if is_half else rounding)
 
 
-_NUM_SHAKES = {False: 4, True: 16}
-"""Number of perturbations of a step; True is for half precision, where ratios of differences vary by a tenth."""
-
-
-# With one repetition, a method that acts in every second call would agree by chance.
-_NUM_REPEATS = 3
+def agree_unless_on_the_edge(
+    first: State, second: State, labels: tuple[str, str], fields: Sequence[str], is_on_edge: Callable[[], bool]
+) -> bool:
+    """Return whether two states agree; False if rounding alone explains why they do not, else `Broken` is raised."""
+    try:
+        compare_rounded(first, second, labels, fields)
+    except Broken:
+        if is_on_edge():
+            return False
+        raise
+    return True
 
 
 def is_on_the_edge(step: Step, state: State, batch: Any, expected: State) -> bool:
@@ -138,10 +140,11 @@ def is_on_the_edge(step: Step, state: State, batch: Any, expected: State) -> boo
     Then a discrete choice in it has changed. A step that has another result anyway, because it counts its calls, is not
     such a case.
     """
-    if any(_differs(step(state, batch), expected) for _ in range(_NUM_REPEATS)):
+    # With one repetition, a method that acts in every second call would agree by chance.
+    if any(_differs(step(state, batch), expected) for _ in range(3)):
         return False
     is_half = state.context.precision in AUTOCAST
-    for seed in range(_NUM_SHAKES[is_half]):
+    for seed in range(16 if is_half else 4):  # in half precision ratios of differences vary by a tenth
         generator = torch.Generator().manual_seed(seed)
         params = {name: _shaken(param, generator, is_half) for name, param in state.params.items()}
         shaken = batches.map_tensors(lambda tensor, g=generator: _shaken(tensor, g, is_half), batch)
@@ -200,29 +203,26 @@ def vmap_agrees(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     states = [_with_rate(step.init(c.state(dtype=dtype)), 1 + i / 2) for i, c in enumerate(cases)]
     # The static parts are equal; members of a population may differ in tensors only, so all get the same object.
     states = [state.replace(static=states[0].static) for state in states]
-    alone, mapped = states, _stacked(states)
+    alone, mapped = states, stacked(states)
     for batch, dim in _mapped_batches(cases, dtype):
-        own = [batch if dim is None else _member(batch, i) for i in range(len(cases))]
+        own = [batch if dim is None else member(batch, i) for i in range(len(cases))]
         before, alone = alone, [step(s, b) for s, b in zip(alone, own, strict=True)]
         together = torch.func.vmap(step, in_dims=(0, dim))
         mapped = attempted("raised only under vmap", lambda f=together, s=mapped, b=batch: f(s, b))
         for i, expected in enumerate(alone):
             labels = (f"state {i} alone", f"state {i} of {len(cases)} under vmap")
-            try:
-                compare_rounded(expected, _member(mapped, i), labels, LASTING)
-            except Broken:
-                if is_on_the_edge(step, before[i], own[i], expected):
-                    return watched.acted
-                raise
+            edge = functools.partial(is_on_the_edge, step, before[i], own[i], expected)
+            if not agree_unless_on_the_edge(expected, member(mapped, i), labels, LASTING, edge):
+                return watched.acted
         if case.task.is_half:  # rounding errors would add up from step to step
-            mapped = _stacked(alone)
+            mapped = stacked(alone)
     return watched.acted
 
 
 def _mapped_batches(cases: Sequence[Case], dtype: torch.dtype) -> Iterator[tuple[Any, int | None]]:
     """Yield each batch with the dimension that vmap maps, or None if all states share the batch."""
     yield from ((cases[0].batch(i, dtype), None) for i in range(2))
-    own = _stacked([case.batch(2, dtype) for case in cases])
+    own = stacked([case.batch(2, dtype) for case in cases])
     if all(isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(own)):  # vmap maps nothing else
         yield own, 0
 
@@ -231,14 +231,6 @@ def _with_rate(state: State, factor: float) -> State:
     """Return the state with another learning rate, because members of a population differ in their settings, too."""
     changed = {"lr": state.hparams["lr"] * factor} if "lr" in state.hparams else {}
     return state.replace(hparams={**state.hparams, **changed})
-
-
-def _stacked(trees: Sequence[Any]) -> Any:
-    return tree.map(lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *trees)
-
-
-def _member(stacked: Any, i: int) -> Any:
-    return tree.map(lambda leaf: leaf[i] if isinstance(leaf, Tensor) else leaf, stacked)
 
 
 _FINITE_FIELDS = ("loss", "params", "buffers", "opt_state")
@@ -429,56 +421,43 @@ _SHARED = (*_COMPARED, "buffers", "key")
 def _are_near(
     subject: Subject, expected: State, found: Sequence[State], parts: str, is_on_edge: Callable[[], bool]
 ) -> bool:
-    """Return whether the end of a step agrees with those in parts; False if rounding alone explains why it does not.
-
-    The parts must be equal bit for bit; otherwise, and if they do not agree, `Broken` is raised.
-    """
+    """Compare the end of a step with those in parts, which must be equal bit for bit, as `agree_unless_on_the_edge`."""
     first, *others = [_without_own_metrics(one) for one in found]
     for rank, other in enumerate(others, 1):
         compare(first, other, ("in process 0", f"in process {rank}"), fields=_SHARED)
     measures, num = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits, int(parts.partition(" ")[0])
-    own = "" if measures else subject.name
     with_metrics = not measures and _weighs_examples(expected, num)
-    ours, theirs = (_comparable(state, own, with_metrics) for state in (expected, found[0]))
-    try:
-        compare_rounded(ours, theirs, ("as a whole", f"with {parts}"), _COMPARED)
-    except Broken:
-        if is_on_edge():
-            return False
-        raise
-    return True
 
+    def comparable(state: State) -> State:
+        # Companions may count slices in their slots. Metrics that have no mean are those of the last slice.
+        slots = {key: slot for key, slot in state.slots.items() if key == subject.name and not measures}
+        return (_without_own_metrics(state) if with_metrics else state.replace(metrics={})).replace(slots=slots)
 
-def _comparable(state: State, name: str, with_metrics: bool) -> State:
-    """Return the state with everything that must agree whole and in slices, for one algorithm."""
-    # Companions may count slices in their slots. Metrics that have no mean are those of the last slice.
-    slots = {key: slot for key, slot in state.slots.items() if key == name}
-    state = _without_own_metrics(state) if with_metrics else state.replace(metrics={})
-    return state.replace(slots=slots)
+    labels = ("as a whole", f"with {parts}")
+    return agree_unless_on_the_edge(comparable(expected), comparable(found[0]), labels, _COMPARED, is_on_edge)
 
 
 def _without_own_metrics(state: State) -> State:
     return state.replace(metrics={key: metric for key, metric in state.metrics.items() if has_mean(metric)})
 
 
-def _num_terms(state: State, outputs: Any, targets: Any) -> float:
-    return float(state.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0])
-
-
 def _weighs_examples(whole: State, num: int) -> bool:
     """Return whether the weights of slices are proportional to their examples, at the end of the whole step."""
     loss_fn = whole.context.loss
     given = whole.batch if isinstance(loss_fn, losses.ModelLoss) else whole.targets
+
+    def num_terms(outputs: Any, targets: Any) -> float:
+        return float(whole.call_loss(lambda loss: losses.num_terms(loss, outputs, targets), train=True)[0])
+
     try:
         parts = batches.split((whole.outputs, given), min(num, whole.num_examples))
-        counts = [(_num_terms(whole, *part), batches.num_examples(part)) for part in parts]
+        counts = [(num_terms(*part), batches.num_examples(part)) for part in parts]
     except (TypeError, ValueError):  # the loss was computed for other examples than those in the final batch
         return False
     terms, examples = (sum(count) for count in zip(*counts, strict=True))
     return all(own_terms * examples == own_examples * terms for own_terms, own_examples in counts)
 
 
-_COMPILED_LABELS = ("as composed", "compiled")
 _DRAWING = ("bystander", "noise")
 """Companions whose draws make graphs up to ten times as long; draws are the topic of other laws."""
 
@@ -521,12 +500,9 @@ def compiled_agrees(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         batch, had_acted = case.batch(index, dtype), watched.acted
         expected = composed(state, batch)
         found = attempted("raised only where the step is compiled", lambda s=twin, b=batch: compiled(s, b))
-        try:
-            compare_rounded(expected, found, _COMPILED_LABELS, LASTING)
-        except Broken:
-            if is_on_the_edge(composed, state, batch, expected):
-                return had_acted
-            raise
+        edge = functools.partial(is_on_the_edge, composed, state, batch, expected)
+        if not agree_unless_on_the_edge(expected, found, ("as composed", "compiled"), LASTING, edge):
+            return had_acted
         state, twin = expected, found
     return watched.acted
 
