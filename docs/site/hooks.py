@@ -46,6 +46,7 @@ LINK = re.compile(r"(\]\()([^)\s]+)")
 NAMED_AFTER_FILE = re.compile(r"\[[\w/]+\.md\](?=\(([\w/.]+\.md)(?:#([\w-]+))?\))")
 PICTURE = re.compile(r'<img [^>]*?src="([^":]+\.svg)"[^>]*>')
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
+METHOD = re.compile(r'(<h2 id="[\w.]+\.(\w+\.)\w+" class="doc doc-heading">\s*<span class="[^"]*doc-function-name">)')
 LANGUAGES = {".py": "python", ".sh": "sh"}
 
 
@@ -164,14 +165,17 @@ def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put drawn pictures into the page itself: their text can be selected, and they follow the theme of the page."""
+    """Put drawn pictures into the page itself, and the name of the class into the headings of its methods.
+
+    So the text of pictures can be selected, and they follow the theme of the page; the search finds `State.create`.
+    """
 
     def placed(match: re.Match[str]) -> str:
         path = ROOT / "docs" / posixpath.dirname(page.file.src_uri) / match[1]
         drawn = path.read_text() if path.is_file() else ""
         return drawn if 'class="drawn' in drawn else match[0]
 
-    return PICTURE.sub(placed, html)
+    return METHOD.sub(r"\1\2", PICTURE.sub(placed, html))
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:

@@ -40,7 +40,7 @@ class State(Values):
 
     Example::
 
-        state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=0, duration="20ep")
+        state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="20ep")
         state = state.replace(params=new_params)
     """
 

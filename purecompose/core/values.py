@@ -207,7 +207,8 @@ class Values:
 
     @property
     def lease(self) -> Any:
-        """The lease through which a compiled step's buffers are read; `None` if the fields are held here."""
+        # What reads the fields from a compiled step's buffers, or `None`: a comment, since the reference lists
+        # properties with docstrings among the fields of a state.
         return self.__dict__.get("_lease")
 
     def unleased(self) -> Self:
