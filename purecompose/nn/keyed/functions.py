@@ -315,11 +315,12 @@ def _attention(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = _masked((query * factor) @ key.transpose(-2, -1), attn_mask, is_causal)
+    products = (query * factor) @ key.transpose(-2, -1)
+    scores = _masked(products, attn_mask, is_causal)  # in float32 if the mask is, also with queries in half precision
     # In half precision the softmax is computed in float32, as in the kernels; rows that may attend to nothing become
     # zeros. The operation's argument for a dtype has a derivative whose dtype a traced graph gets wrong.
     wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.ops.aten._safe_softmax(scores.to(wide), -1).to(scores.dtype)
+    weights = torch.ops.aten._safe_softmax(scores.to(wide), -1).to(products.dtype)
     return _drop(draws, func, weights, dropout_p, weights.shape, False) @ value
 
 

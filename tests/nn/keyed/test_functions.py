@@ -207,6 +207,16 @@ def test_attention_in_half_precision_follows_the_fused_kernel() -> None:
     torch.testing.assert_close(out.where(out != 0, expected), expected, rtol=3e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_in_half_precision_takes_a_bias_in_float32(dtype: torch.dtype) -> None:
+    q, k, v = (tensor.to(dtype) for tensor in attention_inputs())
+    bias = torch.linspace(-1, 1, 16).reshape(4, 4)
+    expected = F.scaled_dot_product_attention(q, k, v, bias) / 0.7
+    out = run(lambda q: F.scaled_dot_product_attention(q, k, v, bias, 0.3), q)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.where(out != 0, expected), expected, rtol=3e-2, atol=1e-2)
+
+
 def test_attention_refuses_the_same_as_torch_and_names_unknown_masks() -> None:
     q, k, v = attention_inputs()
     with pytest.raises(ValueError, match="not both"):
