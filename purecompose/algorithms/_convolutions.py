@@ -163,7 +163,7 @@ def _has_moved_pools(module: nn.Module, norms: bool) -> bool:
     # named_children() leaves out the second of two places of a module.
     order: list[tuple[str, Any]] = list(module._modules.items())
     for i, (_, child) in enumerate(order):
-        if isinstance(child, _POOLS) and is_plain(child, type(child)) and not child.return_indices:
+        if any(is_plain(child, kind) for kind in _POOLS) and not child.return_indices:
             first = i
             while first and _commutes(order[first - 1][1], norms):
                 first -= 1

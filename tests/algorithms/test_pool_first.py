@@ -1,5 +1,6 @@
 """Poolings first: the order of layers, the same function before activations, names, nested and shared modules."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -136,6 +137,24 @@ def test_a_subclass_keeps_its_attributes_and_methods() -> None:
     assert kinds(net.stage) == ["Conv2d", "MaxPool2d", "ReLU"]
     images = make_images()
     assert torch.equal(net(images), Scaled(stage)(images))
+
+
+class WithoutMax(nn.MaxPool2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.avg_pool2d(input, self.kernel_size)
+
+
+class SameMax(nn.MaxPool2d):
+    pass
+
+
+def test_a_pooling_with_its_own_forward_stays_where_it_is() -> None:
+    for pool, moved in ((WithoutMax(2), False), (SameMax(2), True)):
+        net: Any = nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), pool))
+        with contextlib.nullcontext() if moved else pytest.warns(UserWarning, match="pool_first changed nothing"):
+            end: Any = apply_surgery(net, pool_first())
+        assert kinds(end[2]).index(type(pool).__name__) == (1 if moved else 2)
+        assert torch.equal(end(make_images()), net(make_images()))
 
 
 def test_what_one_method_has_changed_another_leaves_alone() -> None:
