@@ -280,6 +280,8 @@ def _content(images: Tensor) -> Tensor:
     every = max(1, images.shape[1:].numel() // 1024)
     images = images.detach()[..., :: math.isqrt(every), :: every // math.isqrt(every)]
     pixels = images.view(_INTEGERS[images.element_size()]).to(torch.int64)
+    if images.element_size() == 8:  # float64 numbers of few digits have zeros in the low bits, which a product keeps
+        pixels = pixels ^ (pixels >> 32 & 0xFFFFFFFF)
     places = torch.arange(images.shape[1:].numel(), device=images.device)
     factors = places * 0x9E3779B1 + 0x85EBCA6B
     factors = (factors ^ (factors >> 15)) * 0xC2B2AE35

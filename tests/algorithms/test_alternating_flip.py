@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, algorithms as alg, compose, loop_events, random
+from purecompose.algorithms._views import _content
 from purecompose.functional import alternating_flip_batch
 from tests.algorithms.method_helpers import spy
 from tests.helpers import assert_same
@@ -78,6 +79,12 @@ def test_images_that_differ_in_one_bit_or_in_the_order_of_pixels_have_separate_d
     for some in (images, marked + images, images.float(), marked + 2 * images):
         begins = [flags(images=one.unsqueeze(0) if one.ndim == 3 else one)[0] for one in some]
         assert 16 < sum(begins) < 48
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.float32, torch.float64, torch.int64])
+def test_images_of_two_colours_have_different_hashes(dtype: torch.dtype) -> None:
+    bits = (torch.arange(2**14).unsqueeze(1) >> torch.arange(16)) & 1
+    assert len(_content(bits.to(dtype).view(-1, 1, 4, 4)).unique()) == len(bits)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # while Inductor is imported
