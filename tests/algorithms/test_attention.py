@@ -93,8 +93,9 @@ def test_logits_have_a_bound_and_gradients_at_zero_are_finite() -> None:
     assert float((query @ key.mT / math.sqrt(16)).abs().max()) <= 0.12 * 16 + 1e-5
     torch.testing.assert_close(query.square().sum(-1), torch.full((50,), 16 * 0.12 * 4.0))
     zero = torch.zeros(2, 16, requires_grad=True)
-    (grad,) = torch.autograd.grad(norm(zero).sum(), zero)
-    assert bool(torch.isfinite(grad).all())
+    (grad,) = torch.autograd.grad(norm(zero).sum(), zero, create_graph=True)
+    torch.testing.assert_close(grad, torch.full_like(grad, 1e3 * math.sqrt(0.12 * 4)))
+    assert not torch.autograd.grad(grad.sum(), zero)[0].any()  # the norm is an odd function
     assert torch.autograd.gradgradcheck(HeadNorm(0.1, 0.5), make_hidden(2, 3).double().requires_grad_())
 
 
