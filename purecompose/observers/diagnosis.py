@@ -18,11 +18,8 @@ from purecompose.time import TimeLike
 from purecompose.time.event import Event
 
 
-# The check is made when this many batches wait for it, or when the first of them has waited this many seconds.
-_GROUP = 100
 _SECONDS = 2.0
-
-_ACTIONS = ("raise", "warn")
+"""Age in seconds at which waiting losses are checked."""
 
 
 class NaNs:
@@ -52,11 +49,11 @@ class NaNs:
     """
 
     def __init__(self, every: TimeLike | int = "1ba", action: str = "raise") -> None:
-        if action not in _ACTIONS:
-            raise ValueError(f"NaNs: action: expected one of {', '.join(map(repr, _ACTIONS))}, got {shown(action)}")
+        if action not in ("raise", "warn"):
+            raise ValueError(f"NaNs: action: expected one of 'raise', 'warn', got {shown(action)}")
         self._due = Due(every, "NaNs: every")
         self._action = action
-        self._pile = Pile[dict[str, Any]](_GROUP, _SECONDS)
+        self._pile = Pile[dict[str, Any]](100, _SECONDS)
         self._has_warned = False
 
     def __call__(self, event: Event, state: State) -> None:
@@ -80,15 +77,11 @@ class NaNs:
         """
         seen = self._pile.take()
         read(seen)
-        for record in seen:
-            if what := _bad(record["loss"]):
-                self._report(f"batch {record['batch']}: {what}")
-                return
-
-    def _report(self, message: str) -> None:
-        if self._action == "raise":
+        messages = (f"batch {record['batch']}: {what}" for record in seen if (what := _bad(record["loss"])))
+        message = next(messages, None)
+        if message is not None and self._action == "raise":
             raise FloatingPointError(message)
-        if not self._has_warned:
+        if message is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{message}. This warning is shown once per run", RuntimeWarning, stacklevel=2)
 

@@ -1,5 +1,6 @@
 """Monitors: functions `(state) -> dict` that add numbers of the run and its layers, or samples, to the records."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -103,12 +104,10 @@ class _Settings:
     def observe(self, event: Event, state: State) -> None:
         if event is Event.FIT_START:
             self._before = self._now = None
-        if event.is_eval:
-            return
-        now = state.timestamp
-        if self._now is not None and now.batch != self._now.batch:
-            self._before = self._now
-        self._now = now
+        if not event.is_eval:
+            if self._now is not None and state.timestamp.batch != self._now.batch:
+                self._before = self._now
+            self._now = state.timestamp
 
     def __call__(self, state: State) -> dict[str, float | Tensor]:
         used = self._before
@@ -153,11 +152,8 @@ def _memory(state: State) -> dict[str, float]:
             "memory/peak": torch.cuda.max_memory_allocated(device),
         }
     found = {}
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            found["memory/resident"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        pass  # not Linux
+    with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:  # Linux only
+        found["memory/resident"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resource is not None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         # The system counts the two separately, so its peak may be a little below the current value.
@@ -232,8 +228,8 @@ def _norm(value: Tensor, num_dims: int) -> Tensor:
     return value.detach().reshape(*value.shape[:num_dims], -1).float().norm(dim=-1)
 
 
-# Number of pixels between the images of a grid.
 _GAP = 2
+"""Number of pixels between the images of a grid."""
 
 
 def image_samples(

@@ -20,7 +20,6 @@ from purecompose.time.event import Event
 # Weight of the newest loss in the running mean: losses of single batches are noisy, even more with mixed targets.
 _SHARE_OF_NEWEST_LOSS = 0.05
 _SECONDS_BETWEEN_READS, _SECONDS_BETWEEN_LINES = 0.1, 30.0
-# The rate is measured over the last readings, so that it adapts when the speed of the run changes.
 _READINGS_IN_RATE = 30
 
 
@@ -73,10 +72,10 @@ class Progress:
         elif event is Event.EVAL_END:
             self._metrics |= {name: _read(value) for name, value in state.metrics.items() if _is_single(value, state)}
             self._show(state)
-        elif event is Event.EVAL_AFTER_ALL:
-            self._after_epoch(state, is_new=True)  # including the last evaluation, after FIT_END
-        elif event is Event.EPOCH_CHECKPOINT:
-            self._after_epoch(state)
+        elif event in (Event.EVAL_AFTER_ALL, Event.EPOCH_CHECKPOINT):  # also after the last evaluation, after FIT_END
+            self._read(state)
+            self._show(state)
+            self._print_line(state, is_new=event is Event.EVAL_AFTER_ALL)
         elif event is Event.FIT_END:
             self._read(state)
             self._show(state, "trained")
@@ -131,11 +130,6 @@ class Progress:
         self._last_read = time.monotonic()
         if now - self._printed_at >= _SECONDS_BETWEEN_LINES:
             self._print_line(state)
-
-    def _after_epoch(self, state: State, *, is_new: bool = False) -> None:
-        self._read(state)
-        self._show(state)
-        self._print_line(state, is_new=is_new)
 
     def _read(self, state: State) -> None:
         if self._running_loss is not None:
@@ -204,12 +198,7 @@ def _describe(metrics: dict[str, _Number]) -> list[str]:
 
 
 def describe_seconds(seconds: float) -> str:
-    """Return a time in seconds as text.
-
-    Example:
-        >>> describe_seconds(0.25), describe_seconds(75), describe_seconds(7500)
-        ('0.25 s', '75 s', '2 h 05 min')
-    """
+    """Return a time in seconds as text, such as '0.25 s', '75 s' or '2 h 05 min'."""
     if seconds < 90:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -221,9 +210,8 @@ def _describe_time(timestamp: Timestamp) -> str:
     duration, elapsed = timestamp.run.duration, timestamp.elapsed()
     if duration is None or elapsed is None:
         return f"{timestamp.batch} ba"
-    done = elapsed * duration.value
-    is_whole = duration.unit is not TimeUnit.EPOCH
-    return f"{f'{done:.0f}' if is_whole else f'{done:.1f}'}/{duration.value:g} {duration.unit.value}"
+    digits = 1 if duration.unit is TimeUnit.EPOCH else 0
+    return f"{elapsed * duration.value:.{digits}f}/{duration.value:g} {duration.unit.value}"
 
 
 class _Display:
@@ -345,10 +333,7 @@ class Pace:
         return self._rate(lambda timestamp: getattr(timestamp, name))
 
     def seconds_left(self) -> float | None:
-        """Return the remaining seconds at this rate, if evaluations take the same share of the time as so far.
-
-        None in a run without a duration, and before the first progress.
-        """
+        """Return the remaining seconds at this rate, with the share of evaluations so far; None if it is not known."""
         rate = self._rate(Timestamp.elapsed)
         if rate is None:
             return None

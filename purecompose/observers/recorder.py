@@ -34,11 +34,10 @@ It is called at BATCH_END, when a record is due. If it has a method `observe(eve
 event that the recorder sees, before the monitor itself: this is how `speed` knows when evaluation began.
 """
 
-# Maximal number of records that wait to be written again after an error, such as a full disk.
 _MOST_UNWRITTEN = 10_000
-# Number of records whose tensors stay on the device before they are read: few waits for the device, but no unbounded
-# number of small allocations.
+"""Maximal number of records that wait to be written again after an error, such as a full disk."""
 _MOST_UNREAD = 1000
+"""Number of records at which their tensors are read from the device."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,8 @@ class Recorder:
             raise TypeError(f"{where}: expected a sink, an object with write(records), got {shown(sink)}")
         self.monitors: tuple[Monitor, ...] = (monitors,) if callable(monitors) else tuple(monitors)
         for monitor in self.monitors:
-            _check_monitor(monitor, where)
+            if not callable(monitor) or not is_callable_with(monitor, 1):
+                raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}")
         self._watching = [monitor.observe for monitor in self.monitors if hasattr(monitor, "observe")]  # pyright: ignore[reportFunctionMemberAccess]
         self._due = Due(every, f"{where}: every")
         group = check_whole(group, f"{where}: group", 1)
@@ -361,11 +361,6 @@ def _last_words(outbox: _Outbox) -> None:
         outbox.close()
 
 
-def _check_monitor(monitor: Any, where: str) -> None:
-    if not callable(monitor) or not is_callable_with(monitor, 1):
-        raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}")
-
-
 def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[str, Any]:
     """Return a monitor's values; tensors are copied, since a later step may overwrite them."""
     who = getattr(monitor, "__name__", type(monitor).__name__)
@@ -395,12 +390,6 @@ class Due:
     """A predicate for the batches in which a multiple of an interval is passed.
 
     Epochs count at their last batch, or at the next batch if their length is not known.
-
-    Example:
-        >>> due = Due("2ba", "every")
-        >>> due.start(Timestamp())
-        >>> [due(Timestamp(batch=batch)) for batch in (1, 2, 3, 4)]
-        [False, True, False, True]
     """
 
     def __init__(self, every: TimeLike | int, where: str) -> None:
@@ -425,14 +414,9 @@ def batch_before(timestamp: Timestamp) -> Timestamp:
 
 
 class Pile(Generic[T]):
-    """A queue whose items are processed together, once there are enough or the first has waited long enough.
+    """A queue of items to process together, once there are `most` or one follows `seconds` after the first."""
 
-    Args:
-        most: Number of items at which the queue is due.
-        seconds: Time after which the first item is due, in seconds; checked when another one is added.
-    """
-
-    def __init__(self, most: int, seconds: float = math.inf) -> None:
+    def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
         self._waiting: list[T] = []
         self._since = 0.0
@@ -462,14 +446,7 @@ def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] 
         values = state.metrics
     else:
         return None
-    counters = {"batch": state.timestamp.batch, "epoch": state.timestamp.epoch}
-    return {**counters, **_single_numbers(values, state, left_out), **counters}  # again, so that no metric replaces one
-
-
-def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str]) -> dict[str, Tensor]:
-    """Return copies of the tensors with a single number (for a population, one for each member)."""
-    # The state of a population has several keys. Copies, because a step that donates its state overwrites the loss.
-    num_dims = state.key.ndim - 1
+    num_dims = state.key.ndim - 1  # the members of a population
     for name, value in values.items():
         if value.ndim != num_dims and name not in left_out:
             left_out.add(name)
@@ -477,7 +454,10 @@ def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str])
                 f"metric {name!r} is left out of the records: expected a single number, got a tensor of shape "
                 f"{tuple(value.shape[num_dims:])}; report a mean, or each number under a separate name"
             )
-    return {name: value.detach().clone() for name, value in values.items() if value.ndim == num_dims}
+    # Copies, because a step that donates its state overwrites the loss.
+    single = {name: value.detach().clone() for name, value in values.items() if value.ndim == num_dims}
+    counters = {"batch": state.timestamp.batch, "epoch": state.timestamp.epoch}
+    return {**counters, **single, **counters}  # again, so that no metric replaces one
 
 
 def read(records: Iterable[dict[str, Any]]) -> None:

@@ -186,10 +186,7 @@ def _values_of(record: Mapping[str, Any]) -> _Values:
 
 
 class _Run:
-    """A sink that logs to a run of a service, which is opened when training starts and closed with the recorder.
-
-    A run that is given stays open.
-    """
+    """A sink that logs to a given run of a service, or to one that it opens when training starts and closes."""
 
     def __init__(self, given: Any) -> None:
         self._given = self._run = given
@@ -287,8 +284,8 @@ class _MlflowRun(_Run):
     MLflow's errors become OSErrors, so that records are sent again when the server is available.
     """
 
-    # Maximal number of metrics that the server accepts in one request.
     most = 1000
+    """Maximal number of metrics that the server accepts in one request."""
 
     def __init__(self, run_id: str | None) -> None:
         super().__init__(None)

@@ -108,10 +108,10 @@ def panels_of(runs: Sequence[RunRecords]) -> list[Panel]:
     groups: dict[str, list[str]] = {}
     for name in (*(name for name in columns if name == "loss"), *evaluated, *trained):
         groups.setdefault(name.partition("/")[2] or name, []).append(name)
-    wanted = [
-        (_title(quantity, names), "loss" if quantity == "loss" else "metric", names)
-        for quantity, names in groups.items()
-    ]
+    wanted: list[tuple[str, str, list[str]]] = []
+    for quantity, names in groups.items():
+        title = quantity if len(names) > 1 else "training loss" if names[0] == "loss" else names[0]
+        wanted.append((title, "loss" if quantity == "loss" else "metric", names))
     # The rates of parameter groups are drawn for a single run only; with several there would be too many lines.
     lrs = [name for name in columns if name == "lr" or (len(runs) == 1 and name.startswith("lr/"))]
     rates = [name for name in ("speed/samples", "speed/batches") if name in columns]
@@ -124,10 +124,6 @@ def panels_of(runs: Sequence[RunRecords]) -> list[Panel]:
         if drawn := tuple(one for one in series if one.x):
             panels.append(Panel(title, kind, drawn))
     return panels
-
-
-def _title(quantity: str, names: Sequence[str]) -> str:
-    return quantity if len(names) > 1 else "training loss" if names[0] == "loss" else names[0]
 
 
 def places(run: RunRecords, x: str) -> list[float]:

@@ -208,17 +208,16 @@ class RunFolder:
         plan = f"{_plan(step, state, batch)}\n"
         self._when_trained(lambda: write_json(self.path / VERSIONS, now))
         self._when_trained(lambda: write_text(self.path / PLAN, plan))
-        size = sum(tensor.numel() for tensor in state.params.values())
-        run = state.timestamp.run
-        reported = describe(state, step)
+        duration, described = state.timestamp.run.duration, describe(state, step)
+        members = len(state.key) if state.key.ndim > 1 else None
         trained = {
-            "model": reported["model"],
-            "weights": size // (len(state.key) if state.key.ndim > 1 else 1),
-            "members": len(state.key) if state.key.ndim > 1 else None,
-            "optimizer": reported["optimizer"],
-            "loss": reported["loss"],
+            "model": described["model"],
+            "weights": sum(tensor.numel() for tensor in state.params.values()) // (members or 1),
+            "members": members,
+            "optimizer": described["optimizer"],
+            "loss": described["loss"],
             "algorithms": [repr(algorithm) for algorithm in step.algorithms],
-            "duration": None if run.duration is None else str(run.duration),
+            "duration": None if duration is None else str(duration),
         }
         self._when_trained(lambda: setattr(self, "_trained", trained))
         if not self.is_resumed:
@@ -272,10 +271,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        del traceback
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._is_over:
             return
         if kind is None:
@@ -309,7 +305,8 @@ class RunFolder:
         with _noted(RESULT, problems):
             if draws:  # the report of an earlier part, which would mark the folder as complete
                 (self.path / REPORT).unlink(missing_ok=True)
-            self._write_result(result)
+            if result is not None:
+                self._write_result(result)
         if draws:
             with _noted(REPORT, problems):  # last, since it marks a complete folder
                 write_report(self.path, self.path / REPORT, predictions=[self._predictions])
@@ -319,9 +316,7 @@ class RunFolder:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         self.unwritten = tuple(dict.fromkeys([*([] if self._is_noted else [HISTORY]), *problems]))
 
-    def _write_result(self, given: Mapping[str, Any] | None) -> None:
-        if given is None:
-            return
+    def _write_result(self, given: Mapping[str, Any]) -> None:
         written: list[dict[str, Any]] = []
         with contextlib.suppress(OSError, ValueError):  # what the run knows is sufficient
             written = read_records(self.path / RECORDS)
@@ -481,8 +476,7 @@ def _plan(step: Step, state: State, batch: Any) -> str:
     except Exception as error:
         if batch is not None:
             raise
-        # Most likely a `match` reads shapes. The run itself has batches.
-        return f"The plan needs a batch, begin(step, state, batch): {error}"
+        return f"The plan needs a batch, begin(step, state, batch): {error}"  # most likely, a `match` reads shapes
 
 
 # The lock of a folder
@@ -491,9 +485,8 @@ def _plan(step: Step, state: State, batch: Any) -> str:
 class _Lock:
     """A lock of this process on a run's folder, released at the latest with this object.
 
-    It is the system's, on a file that names the process: released when the process ends, and valid on file systems that
-    machines share. (A POSIX record lock would be lost when the process closes any other handle of the file.) The file
-    stays: in a folder that was removed and made again, the lock of that name may be another's.
+    It is the system's `flock` of a file that names the process: released when the process ends, and valid on file
+    systems that machines share. The file stays, since a new one of that name could be another process's lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -501,14 +494,7 @@ class _Lock:
         self._finalizer: weakref.finalize | None = None
 
     def take(self) -> None:
-        """Take the lock for this process, unless this object has it already.
-
-        Raises:
-            BlockingIOError: Another process has the lock.
-
-        Warns:
-            RuntimeWarning: The folder cannot be locked, as on some file systems, so it keeps no process out.
-        """
+        """Take the lock unless this object has it; raise a `BlockingIOError` if another process has it."""
         if self._finalizer is not None and self._finalizer.alive:
             return
         try:

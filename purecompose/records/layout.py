@@ -99,22 +99,19 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that differ, the old one and the new one of each name."""
-    names = [*before, *(name for name in now if name not in before)]
-    return {name: [before.get(name), now.get(name)] for name in names if repr(before.get(name)) != repr(now.get(name))}
+    pairs = {name: [before.get(name), now.get(name)] for name in (*before, *now)}
+    return {name: pair for name, pair in pairs.items() if repr(pair[0]) != repr(pair[1])}
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return the value as a type that TOML can represent."""
-    if isinstance(value, bool):
-        return value
+    """Return the value as a type that TOML can represent; values of a subclass, such as of an enum, become plain."""
     if isinstance(value, os.PathLike):
         return str(os.fspath(value))
     if isinstance(value, list | tuple):
         return [_plain(one, f"{where}[{i}]") for i, one in enumerate(value)]
-    # Values of a subclass, such as members of an enum, become plain.
     if isinstance(value, str):
         return str.__str__(value)
-    for kind in (int, float):
+    for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(
@@ -193,7 +190,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The content of a run's folder. `result` is `None` for a run that is not over or was killed."""
+    """The content of a run's folder."""
 
     name: str
     """The folder's name."""
@@ -276,16 +273,14 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
             f"read_run: {path} is not the folder of a run: it has no {CONFIG}, which RunFolder writes first"
         )
     trained, starts = read_history(path)
-    result = read_json(path / RESULT) if (path / RESULT).exists() else None
-    command = read_text(path / COMMAND).rstrip("\n")
     return RunRecords(
         name=path.resolve().name,
         path=path,
         config=read_toml(path / CONFIG),
         records=read_records(path / RECORDS) if (path / RECORDS).exists() else [],
-        result=result,
+        result=read_json(path / RESULT) if (path / RESULT).exists() else None,
         plan=read_text(path / PLAN).rstrip("\n"),
-        command=command or None,
+        command=read_text(path / COMMAND).rstrip("\n") or None,
         versions=read_json(path / VERSIONS) if (path / VERSIONS).exists() else {},
         trained=trained,
         starts=tuple(starts),
@@ -319,14 +314,8 @@ def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
 
 
 def _checkpoints(folder: Path) -> tuple[Kept, ...]:
-    found, _ = all_in(folder)
-    return tuple(
-        Kept(
-            one.path,
-            one.index.batch,
-            one.index.time["epoch"],
-            sum(file.stat().st_size for file in one.path.iterdir()),
-            dict(one.index.metrics),
-        )
-        for one in found
-    )
+    kept = []
+    for path, index in ((one.path, one.index) for one in all_in(folder)[0]):
+        size = sum(file.stat().st_size for file in path.iterdir())
+        kept.append(Kept(path, index.batch, index.time["epoch"], size, dict(index.metrics)))
+    return tuple(kept)

@@ -57,10 +57,8 @@ def list_runs(folder: str | os.PathLike[str], *, sort: str | None = None) -> lis
     name = sort.removeprefix("-")
     found = [(_number(value), row) for value, row in zip(_values(rows, name), rows, strict=True)]
     known = [pair for pair in found if pair[0] is not None]
-    known.sort(
-        key=lambda pair: (isinstance(pair[0], str), pair[0]),
-        reverse=(metrics.is_lower_better(name) is False) != (name != sort),
-    )
+    is_falling = (metrics.is_lower_better(name) is False) != sort.startswith("-")
+    known.sort(key=lambda pair: (isinstance(pair[0], str), pair[0]), reverse=is_falling)
     return [row for _, row in [*known, *(pair for pair in found if pair[0] is None)]]
 
 

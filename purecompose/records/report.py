@@ -87,13 +87,14 @@ def write_report(
     names = names_of(found)
     both = list(zip(found, names, strict=True))
     owners = [((name,) if len(found) > 1 else (), run) for run, name in both]
+    rows = [{"settings": flat(run.config), "algorithms": run.trained.get("algorithms", [])} for run in found]
     content = dict(
         name=names[0] if len(found) == 1 else f"{len(found)} runs",
         runs=[dict(zip(("name", "words", "tone"), (name, *status_of(run)), strict=True)) for run, name in both],
         summary=_summary(found[0]),
         facts=facts_of(found[0]),
         overview=_overview(found, names) if len(found) > 1 else (),
-        differing=_differing(found),
+        differing=_compared(differing(rows)).differing,
         results=_compared([_results(run) for run in found]),
         numbers=_numbers(found, names),
         settings=_compared([{name: _shown(value) for name, value in flat(run.config).items()} for run in found]),
@@ -103,7 +104,7 @@ def write_report(
         layers=_grouped(names, [_layers(run) for run in found]),
         plans=_grouped(names, [run.plan for run in found]),
         commands=_grouped(names, [run.command or "" for run in found]),
-        starts=[(*owner, *row) for owner, run in owners for row in _starts(run)],
+        starts=[(*owner, *_start_row(one)) for owner, run in owners if len(run.starts) > 1 for one in run.starts],
         checkpoints=[(*owner, *row) for owner, run in owners for row in _checkpoints(run)],
         classes=[_classes(one, owner) for one, (owner, _) in zip(given, owners, strict=True) if one],
     )
@@ -119,12 +120,6 @@ def _overview(runs: Sequence[RunRecords], names: Sequence[str]) -> tuple[list[st
         for run, name, one in zip(runs, names, facts, strict=True)
     ]
     return ["run", "status", *head, "started"], rows
-
-
-def _differing(runs: Sequence[RunRecords]) -> list[tuple[str, ...]]:
-    """Return the settings that differ, and the arguments in them, with a value for each run."""
-    rows = [{"settings": flat(run.config), "algorithms": run.trained.get("algorithms", [])} for run in runs]
-    return _compared(differing(rows)).differing
 
 
 def _results(run: RunRecords) -> dict[str, str]:
@@ -188,14 +183,13 @@ def facts_of(run: RunRecords) -> list[Fact]:
     evaluated = set(evaluation_columns(run.records))
     names = [name for name, value in metrics.items() if isinstance(value, int | float | list)]
     names.sort(key=lambda name: 0 if name in evaluated or name.startswith("eval/") else 1 if name == "loss" else 2)
-    facts = [_fact(name, metrics[name]) for name in names]
+    facts = []
+    for name in names:
+        value = metrics[name]
+        note = f"median and range of {len(value)}" if isinstance(value, list) else ""
+        facts.append(Fact("loss of the last batch" if name == "loss" else name, number(value, name), note))
     done = (run.result or {}).get("batches", max((start.until for start in run.starts), default=0))
     return [*facts, Fact("batches", number(done)), Fact("wall-clock time", describe_seconds(run.seconds))]
-
-
-def _fact(name: str, value: Any) -> Fact:
-    note = f"median and range of {len(value)}" if isinstance(value, list) else ""
-    return Fact("loss of the last batch" if name == "loss" else name, number(value, name), note)
 
 
 def _numbers(runs: Sequence[RunRecords], names: Sequence[str]) -> Markup | str:
@@ -266,7 +260,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _trained(run: RunRecords) -> dict[str, str]:
-    return {words: _counted(run.trained[name]) for name, words in _TRAINED.items() if run.trained.get(name)}
+    return {words: number(run.trained[name]) for name, words in _TRAINED.items() if run.trained.get(name)}
 
 
 def _layers(run: RunRecords) -> str:
@@ -297,21 +291,13 @@ def _times(run: RunRecords) -> dict[str, str]:
         return {}
     evaluating = sum(start.evaluation_seconds for start in run.starts)
     training, batches = run.seconds - evaluating, sum(start.batches for start in run.starts)
-    found = {
-        "training": describe_seconds(training),
-        "evaluation": describe_seconds(evaluating),
-        "batches trained on": f"{batches:,}",
-    }
+    found = {"training": describe_seconds(training), "evaluation": describe_seconds(evaluating)}
+    found["batches trained on"] = f"{batches:,}"
     if training > 0 and batches:
         found["rate of training"] = f"{batches / training:,.4g} batches / s"
     if peaks := [record["memory/peak"] for record in run.records if "memory/peak" in record]:
         found["peak memory"] = f"{max(peaks) / 1e6:,.0f} MB"
     return found
-
-
-def _starts(run: RunRecords) -> list[tuple[str, ...]]:
-    """Return the starts of a run that has continued."""
-    return [_start_row(start) for start in run.starts] if len(run.starts) > 1 else []
 
 
 def _start_row(start: Start) -> tuple[str, ...]:
@@ -331,10 +317,6 @@ def _checkpoints(run: RunRecords) -> list[tuple[str, ...]]:
         )
         for one in run.checkpoints
     ]
-
-
-def _counted(value: Any) -> str:
-    return number(value) if isinstance(value, int) else _shown(value)
 
 
 def _shown(value: Any) -> str:
