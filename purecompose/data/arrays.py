@@ -109,12 +109,12 @@ class Arrays:
             >>> len(whole), torch.equal(whole[1], resumed[0]), sorted(torch.cat(whole).tolist())
             (2, True, [0, 1, 2, 3, 4, 5])
         """
-        # Checked here, because the body of a generator does not run before the first batch is requested.
         check_whole(epoch, "Arrays.epoch: epoch", 0)
         check_whole(start, "Arrays.epoch: start", 0, len(self))
         if not self.shuffle:
             return self._stored(start)
-        return self._permuted(self.order(key, epoch), start)
+        parts = self.order(key, epoch).split(self.batch_size)[start : len(self)]
+        return (self._batch(*(member.index_select(0, chosen) for member in self._members)) for chosen in parts)
 
     def order(self, key: Tensor, epoch: int) -> Tensor:
         """Return the keyed order of one epoch: int64 of shape `(num_examples,)`, on the data's device."""
@@ -132,10 +132,6 @@ class Arrays:
     def _stored(self, start: int) -> Iterator[Any]:
         parts = (member.split(self.batch_size)[start : len(self)] for member in self._members)
         return map(self._batch, *parts)
-
-    def _permuted(self, order: Tensor, start: int) -> Iterator[Any]:
-        for chosen in order.split(self.batch_size)[start : len(self)]:
-            yield self._batch(*(member.index_select(0, chosen) for member in self._members))
 
     def _batch(self, *members: Tensor) -> Any:
         if self.names is not None:
@@ -234,12 +230,12 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
     _check_members("split", inputs, targets)
     num_examples = inputs.shape[0]
     if isinstance(size, bool) or not isinstance(size, int | float):
-        raise TypeError(f"split: expected size to be an int or a float, got {size!r} ({type(size).__name__})")
+        raise TypeError(f"split: expected size to be an int or a float, got {shown(size)}")
     count = round(size * num_examples) if isinstance(size, float) and 0.0 < size < 1.0 else size
     if not isinstance(count, int) or not 0 < count < num_examples:
         raise ValueError(
             f"split: expected size to be a count from 1 to {num_examples - 1} or a fraction in (0, 1) that "
-            f"leaves neither part of the {num_examples} examples empty, got {size!r} ({type(size).__name__})"
+            f"leaves neither part of the {num_examples} examples empty, got {shown(size)}"
         )
     order = permutation(Rng(make_key(seed).to(inputs.device), _SPLIT), num_examples)
     held, kept = order[:count], order[count:]

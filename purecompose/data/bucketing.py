@@ -78,7 +78,8 @@ class Buckets:
         }
         pads = self.pad
         if not isinstance(pads, Mapping):
-            pads = {name: pads for name in names if _has_rows(columns[name][0])}
+            firsts = {name: column[0] for name, column in columns.items() if not isinstance(column[0], str)}
+            pads = {name: pads for name, one in firsts.items() if torch.as_tensor(one).ndim}
         if unknown := [name for name in pads if name not in columns]:
             raise ValueError(f"data.buckets: pad={self.pad!r}: samples have no {unknown[0]!r}, but {[*columns]}")
         rows = {name: [torch.as_tensor(one) for one in columns[name]] for name in pads}
@@ -155,10 +156,6 @@ def buckets(
         check_whole(max_tokens, "data.buckets: max_tokens", limits[-1], hint="the greatest length, padded")
         sizes = [max_tokens // limit for limit in limits]
     return Buckets(given, tuple(limits), tuple(sizes), pad, pad_to == "bound")
-
-
-def _has_rows(value: Any) -> bool:
-    return not isinstance(value, str) and bool(torch.as_tensor(value).ndim)
 
 
 def _bounds(bounds: int | Sequence[int], lengths: Tensor) -> list[int]:

@@ -8,7 +8,6 @@ windows that do not overlap, with labels that are already shifted:
 
 import zipfile
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +19,8 @@ from purecompose._support.specs import check_number, check_whole, shown
 from purecompose.data.arrays import described, split
 
 
-_DIGITS_TEST_SIZE = 360
-# Part of the definition of "digits": another seed would be another benchmark.
-_DIGITS_SEED = 0
-
-# The common names of the four arrays in an archive.
 _NPZ_KEYS = (("x_train", "y_train", "x_test", "y_test"), ("train_images", "train_labels", "test_images", "test_labels"))
+"""The common names of the four arrays in an archive."""
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 _TESTS = ("test", "val", "valid", "validation")
 
@@ -77,8 +72,8 @@ def load(name_or_path: str | Path) -> ImageData:
         >>> data.in_shape, len(data.train_inputs), len(data.test_inputs), data.num_classes
         ((1, 8, 8), 1437, 360, 10)
     """
-    if isinstance(name_or_path, str) and name_or_path in _NAMED:
-        return _NAMED[name_or_path]()
+    if name_or_path == "digits":
+        return _load_digits()
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return _load_folders(path)
@@ -88,7 +83,7 @@ def load(name_or_path: str | Path) -> ImageData:
         raise ValueError(f"data.load: {path} is neither an .npz archive nor a folder with images")
     raise ValueError(
         f"data.load: no data set is called {str(name_or_path)!r}, and no such file or folder exists. Known "
-        f"are {', '.join(map(repr, _NAMED))}, the paths of .npz archives and of folders with images"
+        "are 'digits', the paths of .npz archives and of folders with images"
     )
 
 
@@ -99,11 +94,8 @@ def _load_digits() -> ImageData:
         raise _missing("scikit-learn", "the data set 'digits'") from error
     bunch: Any = load_digits()
     images = torch.from_numpy(bunch.images).to(torch.float32).unsqueeze(1)
-    parts = split(images, torch.from_numpy(bunch.target), _DIGITS_TEST_SIZE, seed=_DIGITS_SEED)
-    return _image_data("digits", *parts)
-
-
-_NAMED: dict[str, Callable[[], ImageData]] = {"digits": _load_digits}
+    # Size and seed are part of the definition of "digits": others would be another benchmark.
+    return _image_data("digits", *split(images, torch.from_numpy(bunch.target), 360, seed=0))
 
 
 def _load_npz(path: Path) -> ImageData:
@@ -229,7 +221,8 @@ def _image_data(
             f"data.load: {where}: train images are {tuple(train_images.shape[1:])} and test images "
             f"{tuple(test_images.shape[1:])} (channels, height, width); expected one shape"
         )
-    mean, scale = _channel_moments(train_images)
+    variance, mean = torch.var_mean(train_images.to(torch.float32), dim=(0, 2, 3), correction=0, keepdim=True)
+    scale = variance.sqrt().where(variance > 0, 1)  # a constant channel becomes zeros, not NaN
     return ImageData(
         train_inputs=((train_images - mean) / scale).contiguous(),
         train_targets=train_labels.to(torch.int64),
@@ -250,14 +243,6 @@ def _check_part(where: str, images: Tensor, labels: Tensor) -> None:
         raise ValueError(f"{where} has pixels that are not finite; one of them would spoil every input")
     if int(labels.min()) < 0:
         raise ValueError(f"{where} has the label {int(labels.min())}; expected class indices from 0")
-
-
-def _channel_moments(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each channel, float32 of shape (channels, 1, 1)."""
-    variance, mean = torch.var_mean(images.to(torch.float32), dim=(0, 2, 3), correction=0, keepdim=True)
-    # A constant channel becomes zeros, not NaN.
-    scale = torch.where(variance > 0, variance.sqrt(), torch.ones_like(variance))
-    return mean[0], scale[0]
 
 
 def _missing(package: str, wanted_by: str) -> ImportError:
@@ -384,16 +369,15 @@ def text_windows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
         ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
     """
     check_whole(length, "text_windows: length", 1, hint="it is a number of tokens")
-    if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tokens.dtype in (torch.bool,):
-        came = f"{tokens.dtype}" if isinstance(tokens, Tensor) else shown(tokens)
-        raise TypeError(f"text_windows: expected tokens as a tensor of integers, got {came}")
+    if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tokens.dtype is torch.bool:
+        raise TypeError(f"text_windows: expected tokens as a tensor of integers, got {shown(tokens)}")
     if tokens.ndim != 1:
         raise ValueError(f"text_windows: expected tokens (num_tokens,), got shape {tuple(tokens.shape)}")
     num = (len(tokens) - 1) // length
     if num < 1:
         raise ValueError(
             f"text_windows: {len(tokens)} tokens are too few for a window of {length}, which takes {length + 1} with "
-            "the label of its last one; shorten the windows"
+            "the label of its last one"
         )
     end = num * length
     return tokens[:end].reshape(num, length), tokens[1 : end + 1].reshape(num, length)
@@ -434,8 +418,7 @@ def load_text(
     if min(num_test, len(text) - num_test) <= length:
         raise ValueError(
             f"load_text: {path} is too short for windows of {length}: it has {len(text):,} characters, {num_test:,} of "
-            f"them at the end for testing, and both parts need at least {length + 1}; use a longer text, or a "
-            "shorter length"
+            f"them at the end for testing, and both parts need at least {length + 1}"
         )
     words = CharacterVocabulary.of(text) if vocabulary is None else vocabulary
     try:

@@ -2,8 +2,8 @@
 
 A `DataLoader` without its own generator draws by the run's key. Over a map-style data set its samplers draw from a
 stream determined by (key, epoch), and each batch is read with the global generators seeded from (key, epoch, number
-of the batch), so that a run can resume within an epoch. Other data are read from the start of the epoch. Over a stream,
-an epoch begins with new workers, since its batches must not depend on earlier epochs.
+of the batch), so that a run can resume within an epoch. Over a stream, an epoch begins with new workers, since its
+batches must not depend on earlier epochs.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -146,20 +146,16 @@ class _Request(NamedTuple):
 
 
 def _requests(data: "DataLoader[Any]", key: tuple[int, int], epoch: int, start: int, seed: int) -> Iterator[_Request]:
-    words = seed_words(key, _SAMPLER, 0, epoch)
-    stream = Stream(words, seed)
-    indices = None
-    batch = 0
-    while True:
+    stream = Stream(seed_words(key, _SAMPLER, 0, epoch), seed)
+    with stream.drawing():
+        indices = iter(data.sampler if data.batch_sampler is None else data.batch_sampler)
+    for batch in count():
         with stream.drawing():
-            if indices is None:
-                indices = iter(data.sampler if data.batch_sampler is None else data.batch_sampler)
             index = next(indices, _END)
         if index is _END:
             return
         if batch >= start:
             yield _Request(key, epoch, batch, index)
-        batch += 1
 
 
 class _Batches:
@@ -192,8 +188,8 @@ class _Batches:
         return self.collate_fn([self.dataset[number] for number in index])
 
 
-# Readers of loaders with persistent workers, which live as long as the loader.
 _KEPT: "WeakKeyDictionary[DataLoader[Any], Reader]" = WeakKeyDictionary()
+"""Readers of loaders with persistent workers, which live as long as the loader."""
 
 
 def _reader(data: "DataLoader[Any]") -> Reader:
@@ -268,8 +264,8 @@ def _warn_of_reading(start: int, data: Any, epoch: int, reason: str) -> None:
     used = "; an iterator that has already been read from loses its next items" if isinstance(data, Iterator) else ""
     warnings.warn(
         f"continuing at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped, "
-        f"since {reason}. This is exact if it gives the same batches in the same order each "
-        f"time{used}. Data with `epoch(key, epoch, start)`, such as data.loader, start at any batch",
+        f"since {reason}. This is exact if it gives the same batches in the same order each time{used}. data.loader "
+        "starts at any batch",
         SkippingWarning,
         stacklevel=4,
     )
@@ -402,8 +398,7 @@ def describe_data(data: Any) -> dict[str, str]:
         return {}
     reported = {"kind": type(data).__qualname__}
     with contextlib.suppress(Exception):  # data may be of any class, and training work nevertheless
-        for name, fact in _facts(data):
-            reported[name] = fact
+        reported.update(_facts(data))
     return reported
 
 

@@ -54,13 +54,11 @@ class Samples:
         collate: Callable[[list[Any]], Any] | None,
         seeds_globals: bool,
     ) -> None:
-        self.dataset: Any = dataset
-        self.transform: Callable[..., Any] | None = transform
-        self.rng: str | None = rng
-        self.collate: Callable[[list[Any]], Any] | None = collate
+        self.dataset, self.transform, self.collate = dataset, transform, collate
+        self.rng: str | None = None if transform is None else rng
         self.reads_whole_batches: bool = reads_whole_batches(dataset)
         self._seeds_globals = seeds_globals
-        self._needs_words = seeds_globals or (transform is not None and rng in ("torch", "numpy"))
+        self._needs_words = seeds_globals or self.rng in ("torch", "numpy")
 
     def __getitem__(self, request: Request) -> Any:
         if self.transform is None and self.collate is None:
@@ -71,7 +69,10 @@ class Samples:
             return self._collated(self._samples(request), request)
 
     def _samples(self, request: Request) -> list[Any]:
-        at_once, arguments = self._at_once(request), self._arguments(request)
+        at_once, arguments = None, self._arguments(request)
+        if self.reads_whole_batches:
+            with naming(lambda: f"data.loader: this happened with {_listed(request)} of epoch {request.epoch}"):
+                at_once = self.dataset.__getitems__(request.indices)
         samples, index = [], request.indices[0]
         with naming(lambda: f"data.loader: this happened with sample {index} of epoch {request.epoch}"):
             for place, index in enumerate(request.indices):
@@ -80,17 +81,8 @@ class Samples:
                 samples.append(sample if self.transform is None else self.transform(sample, *arguments(index, words)))
         return samples
 
-    def _at_once(self, request: Request) -> Sequence[Any] | None:
-        """Return the samples of a batch if they can be read in one call."""
-        if not self.reads_whole_batches:
-            return None
-        with naming(lambda: f"data.loader: this happened with {_listed(request)} of epoch {request.epoch}"):
-            return self.dataset.__getitems__(request.indices)
-
     def _arguments(self, request: Request) -> Callable[[int, Sequence[int]], tuple[Any, ...]]:
         """Return a function of a sample's index and seed that gives the transform's random argument, if it has one."""
-        if self.transform is None:
-            return lambda index, words: ()
         if self.rng == "torch":
             generator = torch.Generator()  # one for the batch, because seeding is cheaper than creating
             return lambda index, words: (generator.manual_seed(words[SEED_WORDS]),)

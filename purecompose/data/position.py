@@ -142,7 +142,8 @@ def position_holder(data: Any) -> Any:
         return None
     if _has_position(data):
         return data
-    if _reads_stream(data) and not data.num_workers and type(data).__iter__ is DataLoader.__iter__:
+    reads_stream = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
+    if reads_stream and not data.num_workers and type(data).__iter__ is DataLoader.__iter__:
         return data.dataset if _has_position(data.dataset) else None
     return None
 
@@ -261,16 +262,13 @@ class PositionedBatches:
         with self._seeded(_BEGIN, 0):
             self._holder.load_state_dict(self._saved["state"])
         if self._saved["is_over"]:
-            self._abandon()
+            # A loader first continues the epoch of the loaded position, even if it is over.
+            rest = self._iterated()
+            if self._holder is self._data and isinstance(self._data, DataLoader) and isinstance(rest, Generator):
+                self._next(rest, 0)  # that of a `StreamingDataLoader`, which does nothing before
             if self._start:
                 return iter(())
         return self._iterated()
-
-    def _abandon(self) -> None:
-        """Leave the epoch of the loaded position, as the run did: a loader continues it first, even if it is over."""
-        rest = self._iterated()
-        if self._holder is self._data and isinstance(self._data, DataLoader) and isinstance(rest, Generator):
-            self._next(rest, 0)  # that of a `StreamingDataLoader`, which does nothing before
 
     def _iterated(self) -> Iterator[Any]:
         with self._seeded(_BEGIN, 0):  # also in the middle of an epoch, to repeat what is drawn at its start
@@ -285,10 +283,6 @@ class PositionedBatches:
         with kept_globals():
             seed_globals(seed_words(self._words, draw, number, self._epoch))
             yield
-
-
-def _reads_stream(data: Any) -> bool:
-    return isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
 
 
 def _has_position(data: Any) -> bool:

@@ -86,8 +86,8 @@ REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: CharacterVocabulary(3), TypeError, "a text, got 3"),  # pyright: ignore
     (lambda: WORDS.decode(torch.tensor([0, 3])), IndexError, "from 0 to 2, got 3"),
     (lambda: WORDS.decode(torch.tensor([-1])), IndexError, "from 0 to 2, got -1"),
-    (lambda: text_windows(torch.zeros(9), 2), TypeError, "tensor of integers, got torch.float32"),
-    (lambda: text_windows(Y > 0, 2), TypeError, "got torch.bool"),
+    (lambda: text_windows(torch.zeros(9), 2), TypeError, "tensor of integers, got a torch.float32"),
+    (lambda: text_windows(Y > 0, 2), TypeError, "got a torch.bool"),
     (lambda: text_windows(Y.view(2, 2), 2), ValueError, "(num_tokens,), got shape (2, 2)"),
     (lambda: text_windows(Y, 0), ValueError, "text_windows: length"),
     (lambda: data.stream(3), TypeError, "expected a function state -> batch, got 3"),  # pyright: ignore
