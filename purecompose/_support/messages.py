@@ -6,6 +6,7 @@ Messages name the URLs of folders in remote storage, which are used through loca
 import contextlib
 import functools
 import html
+import importlib
 import inspect
 import linecache
 import random
@@ -50,6 +51,17 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         level, frame = level + 1, frame.f_back
     warnings.warn(escaped(with_urls(text)), category, stacklevel=level)
+
+
+def required(by: str, install: str, *modules: str) -> Any:
+    """Return the first of some optional modules that can be imported; the error says what to install by pip."""
+    cause = None
+    for name in modules:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            cause = error
+    raise ImportError(f"{by} needs {modules[0]}; install it with `pip install {install}`") from cause
 
 
 def line_of(error: BaseException) -> str:

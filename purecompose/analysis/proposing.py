@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from purecompose._support.messages import required
 from purecompose._support.specs import check_flag, check_number, check_whole, shown
 from purecompose.random import Rng, bits, uniform
 
@@ -77,7 +78,8 @@ def proposed(
     if search == "random":
         return _at_once([_drawn(space, Rng(key).named("sweep").named(trial)) for trial in range(trials)])
     seed = int(bits(Rng(key).named("sweep"), 1).item()) % 2**32
-    return _by_optuna(_optuna(), space, _sizes(trials, rounds), seed, is_better_lower)
+    optuna = required("the search", "'purecompose[optuna]'", "optuna")
+    return _by_optuna(optuna, space, _sizes(trials, rounds), seed, is_better_lower)
 
 
 def _checked(values: Any) -> dict[str, Range | list[float]]:
@@ -144,11 +146,3 @@ def _quiet(optuna: Any) -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     optuna.logging.set_verbosity(level)
-
-
-def _optuna() -> Any:
-    try:
-        import optuna  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("the search needs optuna; install it with `pip install 'purecompose[optuna]'`") from error
-    return optuna

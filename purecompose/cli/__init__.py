@@ -18,7 +18,7 @@ import torch
 
 from purecompose import __version__
 from purecompose._support.device import processor
-from purecompose._support.messages import say
+from purecompose._support.messages import required, say
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.analysis import ablate, bisect, compare, lr_range, replay, sweep
 from purecompose.cli.options import Parser, UsageError, add_options, arguments_of, examples_of, option_of, summary_of
@@ -148,10 +148,7 @@ def completion(shell: Literal["bash", "zsh", "fish", "tcsh"]) -> None:
 
     A shell completes the first word of a line: `purecompose train ...`, the same program as `python -m purecompose`.
     """
-    try:
-        import shtab  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("completion needs shtab; install it with `pip install 'purecompose[cli]'`") from error
+    shtab = required("completion", "'purecompose[cli]'", "shtab")
     if shell not in shtab.SUPPORTED_SHELLS:
         raise UsageError(f"the installed shtab does not support {shell}; try `pip install --upgrade shtab`")
     parser, commands = _make_parser()

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from purecompose._support import specs
 from purecompose._support.files import to_json
-from purecompose._support.messages import say, table
+from purecompose._support.messages import required, say, table
 from purecompose.algorithms import BY_NAME, COMBINED, FACTORIES, GROUPS
 from purecompose.cli.options import (
     File,
@@ -135,7 +135,8 @@ def check(
     A case takes one to three steps at a point of a run of one to four epochs with one to three batches each, or of a
     longer run if the algorithm acts only later.
     """
-    testing = _testing()
+    required("check", "'purecompose[testing]'", "hypothesis")
+    testing = importlib.import_module("purecompose.testing")  # which other commands do not need
     texts = list(dict.fromkeys(algorithms))
     if neutral is not None and len(texts) > 1:
         raise UsageError(f"--neutral: expected one algorithm, got {len(texts)}: {', '.join(texts)}")
@@ -172,15 +173,6 @@ def _tried(prepared: Any) -> Any:
         report = prepared.report(lambda law, i, total: status.update(Text(f"[{i}/{total}] {law}  {name}")))
     say(f"{report}\n", flush=True)
     return report
-
-
-def _testing() -> Any:
-    """Return `purecompose.testing`, which needs Hypothesis and which other commands do not import."""
-    try:
-        import hypothesis  # noqa: F401
-    except ImportError as error:
-        raise ImportError('check needs hypothesis; install it with `pip install "purecompose[testing]"`') from error
-    return importlib.import_module("purecompose.testing")
 
 
 def _subject(text: str, testing: Any) -> Any:

@@ -14,6 +14,7 @@ from purecompose import losses, optim, schedule
 from purecompose._support import specs
 from purecompose._support.device import PRECISIONS
 from purecompose._support.files import read_whole
+from purecompose._support.messages import required
 from purecompose._support.other_names import instead_of_setting
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.recipes import RECIPES, recipe
@@ -262,10 +263,7 @@ def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
 
 def _from_yaml(text: str) -> Any:
     """Return the content of a YAML file; an empty one is without settings."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError("YAML files need PyYAML; install it with `pip install 'purecompose[yaml]'`") from error
+    yaml = required("a YAML file", "'purecompose[yaml]'", "yaml")
 
     class Loader(yaml.SafeLoader):
         """YAML 1.1, but `1e-3` is a number, as in YAML 1.2."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose._support.messages import required
 from purecompose._support.specs import check_number, check_whole, shown
 from purecompose.data.arrays import described, split
 
@@ -88,21 +89,14 @@ def load(name_or_path: str | Path) -> ImageData:
 
 
 def _load_digits() -> ImageData:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise _missing("scikit-learn", "the data set 'digits'") from error
-    bunch: Any = load_digits()
+    bunch = required("the data set 'digits'", "'purecompose[cli]'", "sklearn.datasets").load_digits()
     images = torch.from_numpy(bunch.images).to(torch.float32).unsqueeze(1)
     # Size and seed are part of the definition of "digits": others would be another benchmark.
     return _image_data("digits", *split(images, torch.from_numpy(bunch.target), 360, seed=0))
 
 
 def _load_npz(path: Path) -> ImageData:
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise _missing("numpy", f"the archive {path}") from error
+    np = required(f"the archive {path}", "'purecompose[cli]'", "numpy")
     try:
         # Without pickle, because reading data must not run code. The file is opened here, because numpy does not close
         # a file that it cannot read.
@@ -187,10 +181,7 @@ def _read_part(folder: Path, names: list[str]) -> tuple[list[Any], Tensor]:
 
 
 def _opened(file: Path) -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("data.load: folders of images need pillow; install it with `pip install pillow`") from error
+    Image = required("a folder of images", "pillow", "PIL.Image")
     try:
         with Image.open(file) as image:
             image.load()
@@ -243,10 +234,6 @@ def _check_part(where: str, images: Tensor, labels: Tensor) -> None:
         raise ValueError(f"{where} has pixels that are not finite; one of them would spoil every input")
     if int(labels.min()) < 0:
         raise ValueError(f"{where} has the label {int(labels.min())}; expected class indices from 0")
-
-
-def _missing(package: str, wanted_by: str) -> ImportError:
-    return ImportError(f"data.load: {wanted_by} needs {package}; install it with `pip install 'purecompose[cli]'`")
 
 
 @dataclass(frozen=True)

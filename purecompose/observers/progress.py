@@ -10,7 +10,7 @@ from typing import Any, TextIO, TypeAlias
 
 from torch import Tensor
 
-from purecompose._support.messages import say
+from purecompose._support.messages import required, say
 from purecompose.core.context import describe_replaced
 from purecompose.core.state import State
 from purecompose.time import Timestamp, TimeUnit
@@ -45,11 +45,8 @@ class Progress:
     """
 
     def __init__(self, *, live: bool | None = None, file: TextIO | None = None) -> None:
-        try:
-            import rich.console
-        except ImportError as error:
-            raise ImportError("Progress needs rich; install it with `pip install 'purecompose[cli]'`") from error
-        self._console = rich.console.Console(file=file, force_terminal=live or None)
+        rich = required("Progress", "'purecompose[cli]'", "rich.console")
+        self._console = rich.Console(file=file, force_terminal=live or None)
         can_draw = self._console.is_terminal and not self._console.is_jupyter and not self._console.is_dumb_terminal
         self._live = can_draw if live is None else live
         self._file = file

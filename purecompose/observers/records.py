@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from purecompose._support.files import from_json, opened, sync, to_json
+from purecompose._support.messages import required
 from purecompose._support.specs import shown
 from purecompose.observers.recorder import Image, Monitor, Recorder
 from purecompose.time import TimeLike
@@ -180,12 +181,9 @@ def _put_aside(path: Path) -> None:
 
 
 def _save_png(path: Path, image: Image) -> None:
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise ImportError("Records needs Pillow to write images; install it with `pip install pillow`") from error
+    library = required("an image in Records", "pillow", "PIL.Image")
     height, width, _ = image.pixels.shape
-    PIL.Image.frombytes("RGB", (width, height), bytes(image.pixels.flatten().tolist())).save(path)
+    library.frombytes("RGB", (width, height), bytes(image.pixels.flatten().tolist())).save(path)
 
 
 def _scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:

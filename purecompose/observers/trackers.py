@@ -6,7 +6,6 @@ are logged separately: `loss/0`, `loss/1`, ... For another service, pass a sink 
 
 import contextlib
 import csv
-import importlib
 import io
 import os
 import re
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from purecompose._support.messages import required
 from purecompose._support.specs import shown
 from purecompose.observers.recorder import Image, Recorder
 
@@ -227,7 +227,10 @@ class _TensorBoardRun(_Run):
     def __init__(self, writer: Any, folder: str | os.PathLike[str] | None) -> None:
         super().__init__(writer)
         self._folder = folder
-        self._library = None if folder is None else _library("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
+        self._library = None
+        if folder is not None:
+            modules = "torch.utils.tensorboard", "tensorboardX"
+            self._library = required("TensorBoard", "'purecompose[tensorboard]'", *modules)
 
     def begin(self, batch: int) -> None:
         self.close()
@@ -264,14 +267,14 @@ class _WandbRun(_Run):
         if run is not None and not hasattr(run, "log"):
             raise TypeError(f"WandB: expected a run of wandb or settings={{...}}, got {shown(run)}")
         super().__init__(run)
-        self._library: Any = _library("WandB", "wandb") if run is None else None
+        self._library: Any = _wandb() if run is None else None
         self._settings = settings or {}
 
     def _open(self) -> Any:
         return self._library.init(**self._settings)
 
     def _log(self, run: Any, values: _Values) -> None:
-        images = {name: _library("WandB", "wandb").Image(one.pixels.numpy()) for name, one in values.images.items()}
+        images = {name: _wandb().Image(one.pixels.numpy()) for name, one in values.images.items()}
         run.log({**values.numbers, **values.texts, **images}, step=values.step)
 
     def _end(self, run: Any) -> None:
@@ -289,7 +292,7 @@ class _MlflowRun(_Run):
 
     def __init__(self, run_id: str | None) -> None:
         super().__init__(None)
-        self._mlflow, self._run_id = _library("MLflow", "mlflow"), run_id
+        self._mlflow, self._run_id = required("MLflow", "'purecompose[mlflow]'", "mlflow"), run_id
 
     def begin(self, batch: int) -> None:
         with self._errors_as_os_errors():
@@ -334,13 +337,8 @@ class _MlflowRun(_Run):
             raise OSError(f"MLflow: {error}") from error
 
 
-def _library(needed_by: str, *modules: str) -> Any:
-    """Return the first optional module that is installed; an `ImportError` names the extra."""
-    for name in modules:
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(name)
-    extra = modules[0].rpartition(".")[2]
-    raise ImportError(f"{needed_by} needs {extra}; install it with `pip install 'purecompose[{extra}]'`")
+def _wandb() -> Any:
+    return required("WandB", "'purecompose[wandb]'", "wandb")
 
 
 def _mlflow_name(name: str) -> str:

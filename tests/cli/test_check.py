@@ -119,7 +119,7 @@ def test_without_hypothesis_one_line_says_what_to_install(here, capsys, monkeypa
     assert (status, out) == (1, "")
     assert err == (
         "python -m purecompose check: error: check needs hypothesis; "
-        'install it with `pip install "purecompose[testing]"`\n'
+        "install it with `pip install 'purecompose[testing]'`\n"
     )
 
 

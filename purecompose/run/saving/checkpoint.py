@@ -293,7 +293,7 @@ def restore_extra(extra: Any, path: Path, outside: Mapping[str, Any]) -> None:
     if (extra is not None) != (EXTRA in outside):
         text = "is not in it, and continues as it is"
         if extra is None:
-            text = "was saved in it, and is not restored: give fit the same argument"
+            text = "is in it, and not restored: give fit the same argument"
         warn(f"{path}: Checkpoints(extra=...) {text}", CheckpointWarning)
     elif extra is not None:
         restore(extra, outside[EXTRA])

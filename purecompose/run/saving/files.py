@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from purecompose._support.files import PLAIN, is_count, is_nested_deeper, is_numbers, misfit, opened
-from purecompose._support.messages import present
+from purecompose._support.messages import present, required
 from purecompose.errors import CheckpointError, DamagedError
 from purecompose.run.saving.leaves import Spec
 from purecompose.time import RunLength, Time, Timestamp
@@ -298,11 +299,8 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def library() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors; install it with `pip install 'purecompose[run]'`") from error
-    return safetensors
+    required("a checkpoint", "'purecompose[run]'", "safetensors.torch")
+    return sys.modules["safetensors"]
 
 
 def _check_file(path: Path, name: str, report: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from purecompose._support.messages import forget, is_remote, know, naming_urls, warn
+from purecompose._support.messages import forget, is_remote, know, naming_urls, required, warn
 from purecompose.errors import CheckpointError, CheckpointWarning, DamagedError, UploadError
 from purecompose.run.saving import folder as disk
 from purecompose.run.saving.files import is_file_name, is_whole
@@ -31,17 +31,9 @@ _PREFIX, _MARK = "purecompose-", ".copy"
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it.
-
-    Raises:
-        ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
-        ValueError: The scheme is unknown.
-    """
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise ImportError(f"{url}: remote storage needs fsspec: pip install 'purecompose[remote]'") from error
-    fs, root = url_to_fs(url)  # an ImportError names the package for the scheme, such as s3fs
+    """Return the file system of a URL, and the path in it; for the errors see `Mirror`."""
+    fsspec = required(url, "'purecompose[remote]'", "fsspec.core")
+    fs, root = fsspec.url_to_fs(url)  # an ImportError names the package for the scheme, such as s3fs
     return fs, root.rstrip("/")
 
 

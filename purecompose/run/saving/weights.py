@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from purecompose import tree
 from purecompose._support.device import is_shard
 from purecompose._support.files import misfit
-from purecompose._support.messages import warn
+from purecompose._support.messages import required, warn
 from purecompose._support.objects import in_words
 from purecompose.core.state import State
 from purecompose.errors import CheckpointWarning, DamagedError, MismatchError
@@ -197,13 +197,8 @@ def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> 
 
         export_onnx(state, inputs[:1], "net.onnx")
     """
-    try:
-        import onnx  # noqa: F401  # pyright: ignore[reportMissingImports]
-        import onnxscript  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            "export_onnx needs onnx and onnxscript; install them with `pip install 'purecompose[onnx]'`"
-        ) from error
+    for package in ("onnx", "onnxscript"):
+        required("export_onnx", "'purecompose[onnx]'", package)
     module, args, kwargs = _for_export(state, inputs)
     with written(Path(path)) as file, torch.no_grad():
         program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, verbose=False, **options)
