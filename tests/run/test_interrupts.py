@@ -5,6 +5,7 @@ import pathlib
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from tests.helpers import assert_same, counter, make_batches, make_mlp, make_sta
 
 
 BATCHES = make_batches(4)
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_are_not_ignored() -> Iterator[None]:
+    """Handle SIGINT as in a terminal: a shell without job control starts programs in the background without that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def start() -> State:
