@@ -53,7 +53,7 @@ def trained(algorithms: list[Algorithm], text: data.TextData, options: Mapping[s
     state = State.create(
         ClassesSecond(net),
         loss=losses.cross_entropy,
-        optimizer=optim.adamw(1e-3 * schedule.cosine(0.1, warmup="0.05dur"), weight_decay=0.1),
+        optimizer=optim.adamw(1e-3 * schedule.cosine(alpha_f=0.1, warmup="0.05dur"), weight_decay=0.1),
         duration=duration,
         batches_per_epoch=len(batches),
         key=seed,

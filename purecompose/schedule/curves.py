@@ -62,10 +62,11 @@ def linear(alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur",
 
 
 @suggests_keywords
-def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
+def cosine(*, alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
     """Return half a cosine from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
 
-    With tau as in `linear`, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2.
+    With tau as in `linear`, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2. It begins at 1, so that a
+    rate of 0.1 is `0.1 * cosine()`; settings need their names, since elsewhere the first is a rate or a duration.
 
     Args:
         alpha_f: The multiplier from `t_max` on.

@@ -48,7 +48,7 @@ CURVES = [
     schedule.multi_step(["2ep", "7ep"], 0.5),
     schedule.linear(t_max="8ep"),
     schedule.linear(2.0, 0.5),
-    schedule.cosine(0.1),
+    schedule.cosine(alpha_f=0.1),
     schedule.cosine(t_max="32ba"),
     schedule.polynomial(2, "8ep", 0.2),
     schedule.exponential(0.9),
@@ -78,7 +78,7 @@ def test_the_last_rate_is_the_same_for_every_ratio(curve: Any) -> None:
 @given(ratio=st.sampled_from([*RATIOS, 0.3, 1.25]), epochs=st.integers(1, 9), warmup=st.sampled_from(["0ba", "0.3dur"]))
 def test_curves_over_the_run_end_where_it_ends_however_it_is_rounded(ratio: float, epochs: int, warmup: str) -> None:
     assume(epochs * ratio >= 1)
-    state = scale_schedule(start(schedule.cosine(0.25, warmup=warmup), f"{epochs}ep"), ratio)
+    state = scale_schedule(start(schedule.cosine(alpha_f=0.25, warmup=warmup), f"{epochs}ep"), ratio)
     assert rate(state, int(epochs * ratio) * PER_EPOCH) == 0.25
 
 

@@ -52,7 +52,7 @@ def test_a_file_may_have_a_table_and_a_list_of_algorithms(tmp_path: pathlib.Path
         ("algorithms", "ema, sometimes(mixup(), 0.5)", "mixup.alpha=0.4", "ema(), sometimes(mixup(alpha=0.4), 0.5)"),
         ("optimizer", "sgd(0.1, momentum=0.9)", "optimizer.lr=0.2", "sgd(lr=0.2, momentum=0.9)"),
         ("optimizer", "sgd(0.1)", "optimizer.momentum=0.9", "sgd(lr=0.1, momentum=0.9)"),
-        ("schedule", "cosine(0.1)", "schedule.t_max=0.2dur", "cosine(alpha_f=0.1, t_max='0.2dur')"),
+        ("schedule", "cosine(alpha_f=0.1)", "schedule.t_max=0.2dur", "cosine(alpha_f=0.1, t_max='0.2dur')"),
         ("model", "cnn(8)", "model.width=4", "cnn(8, width=4)"),  # is refused afterwards: options of models have names
     ],
 )

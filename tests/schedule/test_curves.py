@@ -18,13 +18,13 @@ EPOCHS = RunLength("1000ep", batches_per_epoch=1000)
     ("schedule", "run", "values"),
     [
         (cosine(t_max="50ba"), BATCHES, {5: 0.975528, 10: 0.904508, 20: 0.654508}),
-        (cosine(0.1, warmup="10ba"), BATCHES, {5: 0.5, 20: 0.972862, 50: 0.628142, 75: 0.260746}),
+        (cosine(alpha_f=0.1, warmup="10ba"), BATCHES, {5: 0.5, 20: 0.972862, 50: 0.628142, 75: 0.260746}),
         (linear(2.0, 0.5, warmup="10ba"), BATCHES, {5: 1.0, 10: 2.0, 50: 1.333333}),
         (linear(), EPOCHS, {100_000: 0.9, 200_000: 0.8, 400_000: 0.6}),
         (linear(0.0, 2.0), EPOCHS, {100_000: 0.2, 200_000: 0.4, 400_000: 0.8}),
         (linear(0.0, 1.0, t_max="0.25dur"), EPOCHS, {100_000: 0.4, 200_000: 0.8, 400_000: 1.0}),
         (cosine(), EPOCHS, {0: 1, 333_333: 0.75, 500_000: 0.5, 666_667: 0.25, 1_000_000: 0}),
-        (cosine(0.5, "30ba"), EPOCHS, {0: 1, 10: 0.875, 15: 0.75, 20: 0.625, 30: 0.5, 50: 0.5}),
+        (cosine(alpha_f=0.5, t_max="30ba"), EPOCHS, {0: 1, 10: 0.875, 15: 0.75, 20: 0.625, 30: 0.5, 50: 0.5}),
         (constant(warmup="500ep"), EPOCHS, {250_000: 0.5, 500_000: 1, 750_000: 1, 1_000_000: 1}),
         (constant(3, "500ep"), EPOCHS, {250_000: 1.5, 500_000: 3, 750_000: 3, 1_000_000: 3}),
         (linear(warmup="500ep"), EPOCHS, {0: 0, 250_000: 0.5, 500_000: 1, 750_000: 0.5, 1_000_000: 0}),
@@ -59,7 +59,7 @@ def test_the_ends_are_exact(alpha_i: float, alpha_f: float) -> None:
     for t in (7, 8, 1000):
         now = Timestamp(batch=t)
         assert linear(alpha_i, alpha_f, t_max="7ba", warmup="3ba")(now) == alpha_f
-        assert cosine(alpha_f, t_max="7ba", warmup="3ba")(now) == alpha_f
+        assert cosine(alpha_f=alpha_f, t_max="7ba", warmup="3ba")(now) == alpha_f
     assert linear(alpha_i, alpha_f, t_max="7ba", warmup="3ba")(Timestamp(batch=3)) == alpha_i
 
 
@@ -121,6 +121,7 @@ def test_times_that_the_run_cannot_determine_are_errors(
 
 
 def test_schedules_are_values() -> None:
-    assert cosine(0, "1dur", "0ba") == cosine() and hash(cosine(0, "1dur", "0ba")) == hash(cosine())
-    assert len({cosine(), cosine(0.1), cosine(t_max="5ep"), cosine(warmup="5ep"), linear(), constant()}) == 6
+    with_defaults = cosine(alpha_f=0, t_max="1dur", warmup="0ba")
+    assert with_defaults == cosine() and hash(with_defaults) == hash(cosine())
+    assert len({cosine(), cosine(alpha_f=0.1), cosine(t_max="5ep"), cosine(warmup="5ep"), linear(), constant()}) == 6
     assert pickle.loads(pickle.dumps(linear(warmup="5ba"))) == linear(warmup="5ba")

@@ -57,7 +57,7 @@ lr_scheduler = torch.optim.lr_scheduler
         ),
         (cosine_warm_restarts("4ba"), lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 4)),
         (schedules.polynomial(1.7, "30ba"), lambda opt: lr_scheduler.PolynomialLR(opt, 30, power=1.7)),
-        (schedules.cosine(0.2, "40ba"), lambda opt: lr_scheduler.CosineAnnealingLR(opt, 40, eta_min=0.2)),
+        (schedules.cosine(alpha_f=0.2, t_max="40ba"), lambda opt: lr_scheduler.CosineAnnealingLR(opt, 40, eta_min=0.2)),
     ],
 )
 def test_they_equal_torchs_schedulers(schedule: Schedule, theirs: Scheduler) -> None:
@@ -207,7 +207,7 @@ ALL = [
     schedules.constant(0.5, warmup="3ba"),
     schedules.constant(0.5),
     schedules.linear(2.0, 0.5, "10ep", "3ba"),
-    schedules.cosine(0.1, "10ep"),
+    schedules.cosine(alpha_f=0.1, t_max="10ep"),
     schedules.polynomial(2, "0.5dur", 0.1),
     schedules.step("3ep", 0.2, "1ep"),
     schedules.multi_step(["3ep", "0.5dur"], 0.3),

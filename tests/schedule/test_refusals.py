@@ -23,7 +23,8 @@ def plain(timestamp: Timestamp) -> float:
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: MAKE.linear("1"), TypeError, f"linear: alpha_i: {NUMBER}, got '1' (str)"),
     (lambda: MAKE.linear(1.0, None), TypeError, "linear: alpha_f"),
-    (lambda: MAKE.cosine(True), TypeError, "cosine: alpha_f"),
+    (lambda: MAKE.cosine(0.1), TypeError, "takes 0 positional arguments but 1 was given; it is cosine"),
+    (lambda: MAKE.cosine(alpha_f=True), TypeError, "cosine: alpha_f"),
     (lambda: MAKE.constant(math.nan), ValueError, f"constant: alpha: {NUMBER}"),
     (lambda: MAKE.polynomial(0), ValueError, f"polynomial: power: {NUMBER} > 0"),
     (lambda: step("3ep", -0.1), ValueError, f"step: gamma: {NUMBER} >= 0"),

@@ -33,8 +33,8 @@ RATIOS = [0.5, 0.75, 1.0]
 UNWARMED = [
     linear(2.0, 0.5, "36ba"),
     linear(),
-    cosine(0.1, "0.5dur"),
-    cosine(0.1, "3ep"),
+    cosine(alpha_f=0.1, t_max="0.5dur"),
+    cosine(alpha_f=0.1, t_max="3ep"),
     polynomial(2, "40ba", 0.1),
     step("3ep", 0.5),
     step("7ba"),
@@ -48,7 +48,7 @@ UNWARMED = [
 WARMED = [
     constant(2.0, warmup="6ba"),
     linear(warmup="4ba"),
-    cosine(0.1, "36ba", "4ba"),
+    cosine(alpha_f=0.1, t_max="36ba", warmup="4ba"),
     polynomial(2, "2ep", warmup="1ep"),
     step("3ba", 0.5, "5ba"),
     multi_step(["8ba", "28ba"], 0.5, "2ep"),
@@ -83,8 +83,10 @@ def test_with_the_warm_up_the_whole_curve_is_stretched(schedule: Schedule, ratio
 
 @given(t=batches, ratio=st.sampled_from([0.5, 0.75, 1.5, 2.0]))
 def test_otherwise_a_warm_up_keeps_its_length_and_the_curve_has_no_jump(t: int, ratio: float) -> None:
-    found = at(cosine(0.1, "36ba", "4ba").scaled(ratio), t, ratio)
-    assert found == pytest.approx(at(cosine(0.1, Time(int(36 * ratio), "ba"), "4ba"), t, ratio), rel=1e-12)
+    found = at(cosine(alpha_f=0.1, t_max="36ba", warmup="4ba").scaled(ratio), t, ratio)
+    assert found == pytest.approx(
+        at(cosine(alpha_f=0.1, t_max=Time(int(36 * ratio), "ba"), warmup="4ba"), t, ratio), rel=1e-12
+    )
     assert at(step("6ba", 0.5, "5ba").scaled(ratio), t) == at(
         step(Time(int(6 * ratio * 2), "ba"), 0.5, "10ba"), 2 * t
     )  # times are doubled, so that all of them are integers

@@ -25,7 +25,7 @@ KINDS = [
     constant(0.3),
     linear(0.0, 1.0),
     linear(2.0, 0.5, "0.5dur", "2ba"),
-    cosine(0.1, warmup="3ba"),
+    cosine(alpha_f=0.1, warmup="3ba"),
     polynomial(2, "0.5dur"),
     step("0.3dur", 0.5, "2ba"),
     multi_step(["3ba", "0.6dur"], 0.5),
@@ -41,9 +41,9 @@ def at(schedule: Schedule, batch: int, run: RunLength | None = None) -> float:
 
 
 def test_a_warm_up_and_then_a_cosine() -> None:
-    run, curve = RunLength("40ba"), sequence([linear(0.0, 1.0), cosine(0.1)], ["8ba"])
+    run, curve = RunLength("40ba"), sequence([linear(0.0, 1.0), cosine(alpha_f=0.1)], ["8ba"])
     for t in range(45):
-        assert at(curve, t, run) == pytest.approx(at(cosine(0.1, warmup="8ba"), t, run), abs=1e-12)
+        assert at(curve, t, run) == pytest.approx(at(cosine(alpha_f=0.1, warmup="8ba"), t, run), abs=1e-12)
 
 
 @given(parts=st.lists(st.tuples(kinds, sizes), min_size=1, max_size=4), t=st.integers(0, 170))
@@ -108,7 +108,8 @@ def test_a_milestone_waits_for_the_one_in_front_of_it() -> None:
 
 def test_at_and_after_the_end_of_the_run() -> None:
     run = RunLength("10ba")
-    assert at(sequence([1, cosine(0.5)], ["5ba"]), 10, run) == at(sequence([1, cosine(0.5)], ["5ba"]), 99, run) == 0.5
+    falling = sequence([1, cosine(alpha_f=0.5)], ["5ba"])
+    assert at(falling, 10, run) == at(falling, 99, run) == 0.5
     for last in KINDS:  # evaluated after the last batch, where its part has length 0
         assert 0 <= at(sequence([1, last], ["10ba"]), 10, run) <= 2
     late = sequence([1, cosine()], ["20ba"])
