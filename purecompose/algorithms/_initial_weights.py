@@ -99,16 +99,18 @@ def initialize(
     )
 
 
-def _groups(root: nn.Module) -> dict[str, int]:
-    """Return the numbers of groups of the convolutions by the names of their weights, in the order of definition."""
+def _groups(root: nn.Module) -> dict[str | None, int]:
+    """Return the numbers of groups of the convolutions by the names of their weights, in the order of definition; the
+    name is `None` for parametrized weights.
+    """
     names = {id(param): name for name, param in root.named_parameters()}
     convs = (module for module in root.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d))
     weights = ((conv._parameters.get("weight"), conv.groups) for conv in convs)
-    return {names[id(weight)]: groups for weight, groups in weights if weight is not None}
+    return {names.get(id(weight)): groups for weight, groups in weights}
 
 
 def _chosen(
-    state: State, how: str, groups: dict[str, int], patterns: tuple[str, ...] | None, name: str
+    state: State, how: str, groups: dict[str | None, int], patterns: tuple[str, ...] | None, name: str
 ) -> tuple[str, ...]:
     fits = {"dirac": groups.__contains__, "orthogonal": lambda key: state.params[key].ndim > 1}.get(how, bool)
     names = tuple(key for key in state.context.trainable if fits(key))
@@ -333,7 +335,7 @@ def _whitened(state: State, name: str, found: _Found, eps: float) -> State:
         if not is_held(node):
             return node
         held = whole(node[found.weight])
-        is_copy = (held == old.to(held.dtype)).all()
+        is_copy = (held == old.to(held.dtype)).all() & (old != 0).any()  # zeros may be any memory, such as momentum
         return {**node, found.weight: laid_as(torch.where(is_copy, new.to(held.dtype), held), node[found.weight])}
 
     trains = found.weight not in state.context.frozen

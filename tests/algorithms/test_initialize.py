@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import purecompose as pc
 from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, optim
@@ -38,6 +39,15 @@ def test_convolutions_after_the_first_begin_as_the_identity() -> None:
     conv, images = pc.to_module(state).get_submodule("1"), drawn((2, 8, 5, 5))
     assert torch.equal(conv(images)[:, :8], images)
     assert torch.equal(state.params["1.weight"][8:], start.params["1.weight"][8:])
+
+
+def test_the_first_convolution_counts_also_if_its_weight_is_parametrized() -> None:
+    for at, changed in ((0, {"1.weight", "2.weight"}), (1, {"2.weight"})):
+        net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+        weight_norm(net[at])
+        start = make_state(net)
+        end = compose(loop_events, [initialize("dirac")]).init(start).params
+        assert {name for name, param in start.params.items() if not torch.equal(param, end[name])} == changed
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,15 @@ def test_a_run_is_that_of_a_network_with_these_filters(companion: Algorithm, fro
     assert_same(end.slots[companion.name], expected.slots[companion.name])
 
 
+def test_momentum_of_zeros_is_not_taken_for_a_copy_of_weights_of_zeros() -> None:
+    zero = net()
+    nn.init.zeros_(zero.get_parameter("0.weight"))
+    end = run([patch_whitening(frozen=False)], make_state(zero, optimizer=OPTIMIZERS["sgd"]), 1)
+    expected = run([], make_state(whitened(), optimizer=OPTIMIZERS["sgd"]), 1)
+    assert_same(end.opt_state, expected.opt_state)
+    assert_same(end.params, expected.params)
+
+
 def test_frozen_until_a_time() -> None:
     weights = [run([patch_whitening(frozen="2ba")], make_state(net()), num).params["0.weight"] for num in (1, 2, 3)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
