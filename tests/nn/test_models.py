@@ -96,6 +96,15 @@ def test_airbench_has_the_layers_of_its_paper():
     assert torch.equal(net.get_submodule("pool")(images), images.flatten(2).max(2).values / 9)
 
 
+@pytest.mark.parametrize("widths", [(), 4, (2, 3), (2, 2, 2), (2, 2, 2, 2)], ids=str)
+def test_airbench_takes_images_of_which_a_pixel_is_left(widths):
+    size = 1 + 2 ** (1 if isinstance(widths, int) else len(widths))
+    net = models.build("airbench", in_shape=(1, size, size), num_classes=3, seed=0, widths=widths)
+    assert net.eval()(torch.zeros(2, 1, size, size)).shape == (2, 3)
+    with pytest.raises(ValueError, match=f"airbench: .* at least {size}x{size}, got "):
+        models.build("airbench", in_shape=(1, size, size - 1), num_classes=3, seed=0, widths=widths)
+
+
 @given(seed=st.integers(0, 99), stride=st.sampled_from([1, 2]), in_channels=st.sampled_from([2, 8]))
 def test_a_bottleneck_adds_branch_and_shortcut(seed, stride, in_channels):
     torch.manual_seed(seed)

@@ -46,10 +46,6 @@ from purecompose.nn.models.transformer import (
 publish(__name__)
 
 
-# The networks for images halve the size at least twice, so that below four pixels nothing would be left.
-_MIN_IMAGE_SIZE = 4
-
-
 def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **options: Any) -> nn.Module:
     """Build a network of `MODELS` on the CPU, with weights drawn only from `seed`.
 
@@ -125,17 +121,33 @@ def _build_mlp(
     return mlp(math.prod(in_shape), hidden, num_classes, dropout=dropout)
 
 
-def _build_images(make_fn: Callable[..., nn.Module], min_size: int = _MIN_IMAGE_SIZE) -> Callable[..., nn.Module]:
+def _build_images(
+    make_fn: Callable[..., nn.Module], min_size: Callable[[nn.Module], int] = lambda net: 4
+) -> Callable[..., nn.Module]:
+    """Return the builder of a network for images.
+
+    Args:
+        min_size: The fewest pixels of a side that the network takes; by default 4, since the others halve the size at
+            least twice.
+    """
+
     @functools.wraps(make_fn)  # its signature shows the options
     def builder(in_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
-        if len(in_shape) != 3 or min(in_shape[1:]) < min_size:
+        net = make_fn(in_shape[0] if in_shape else 1, num_classes, **options)
+        least = min_size(net)
+        if len(in_shape) != 3 or min(in_shape[1:]) < least:
             raise ValueError(
                 f"{make_fn.__name__}: expected in_shape (channels, height, width) with images of at least "
-                f"{min_size}x{min_size}, got {in_shape}; the mlp takes any shape"
+                f"{least}x{least}, got {in_shape}; the mlp takes any shape"
             )
-        return make_fn(in_shape[0], num_classes, **options)
+        return net
 
     return builder
+
+
+def _least_after_poolings(net: nn.Module) -> int:
+    """Return the fewest pixels of a side of which one is left after a convolution of 2x2 and all poolings of 2x2."""
+    return 1 + 2 ** sum(isinstance(module, nn.MaxPool2d) for module in net.modules())
 
 
 @functools.wraps(gpt)
@@ -149,7 +161,7 @@ MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "mlp": _build_mlp,
         "cnn": _build_images(cnn),
-        "airbench": _build_images(airbench, 9),
+        "airbench": _build_images(airbench, _least_after_poolings),
         "resnet8": _build_images(resnet8),
         "resnet20": _build_images(resnet20),
         "resnet18": _build_images(resnet18),

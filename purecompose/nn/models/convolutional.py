@@ -128,7 +128,7 @@ def airbench(in_channels: Size, num_classes: Size, *, widths: Widths = (64, 256,
     Args:
         in_channels: Channels of the images.
         num_classes: Length of the logits.
-        widths: Channels of each stage. Three stages take images from 9x9 pixels up.
+        widths: Channels of each stage. n stages take images from 2^n + 1 pixels a side up: three from 9x9.
 
     Raises:
         ValueError: A size is below 1.
