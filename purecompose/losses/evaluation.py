@@ -55,20 +55,18 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise TypeError(
-            f'expected a loss, a callable (outputs, targets, reduction="mean"), got {loss_fn!r} '
-            f"({type(loss_fn).__name__}); use losses.cross_entropy, torch.nn.functional.cross_entropy, or, if this "
-            "is a class, an instance of it"
+            f'expected a loss, a callable (outputs, targets, reduction="mean"), such as losses.cross_entropy, got '
+            f"{loss_fn!r} ({type(loss_fn).__name__}){'; make an instance of it' * isinstance(loss_fn, type)}"
         )
     if (reduction := _reduction_of(loss_fn)) in ("sum", "none"):
         raise ValueError(
             f"the loss {shown(loss_fn)} has reduction={reduction!r}: a step, its microbatches and evaluation take "
-            "means over examples: leave it out, or write reduction='mean' (methods that need each example's loss ask)"
+            "means over examples: leave it out, or write reduction='mean'"
         )
     if per_example and (isinstance(loss_fn, ModelLoss) or not _takes_reduction(loss_fn)):
         raise TypeError(
-            f'expected a loss that gives losses per example for reduction="none", got {loss_fn!r}, which '
-            "does not; use one of purecompose.losses, a function such as torch.nn.functional.cross_entropy "
-            "(in place of torch.nn.CrossEntropyLoss()), or give yours a `reduction` parameter"
+            f'expected a loss that gives losses per example for reduction="none", got {loss_fn!r}; use a function, '
+            "such as torch.nn.functional.cross_entropy, in place of a module, or give yours a `reduction` parameter"
         )
 
 
@@ -223,8 +221,8 @@ def dense_advice(targets: Any) -> str:
         return ""
     return (
         "if a method such as label_smoothing or mixup made the targets dense, (N, C, ...) with rows of zeros for what "
-        "does not count: losses.CrossEntropy(ignore_index=...) takes them; methods that mix may also call the loss "
-        "with the targets of the batch, by interpolate_loss=True"
+        "does not count: losses.CrossEntropy(ignore_index=...) takes them; methods that mix also take "
+        "interpolate_loss=True"
     )
 
 
@@ -339,7 +337,7 @@ class WeightedField:
         if not targets.is_weighted:
             raise ValueError(
                 f"targets in the field {self.target!r} were mixed without the weights of their examples: leave out "
-                "target_field= of the method, which is by default that of the state, with weight_field"
+                "target_field= of the method"
             )
         return targets
 

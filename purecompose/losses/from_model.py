@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import batch as batches
+from purecompose._support.specs import check_whole
 from purecompose.losses.functions import reduced
 from purecompose.losses.targets import num_examples
 
@@ -35,7 +36,8 @@ class ModelLoss:
             language models of transformers, and 0 for other networks.
 
     Raises:
-        ValueError: The outputs contain no such tensor, or reduction "sum" or "none" is requested of a scalar.
+        TypeError, ValueError: An argument has the wrong type or value; the outputs contain no such tensor, or reduction
+            "sum" or "none" is requested of a scalar.
 
     Example:
         >>> model_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(4, 3)}, None).item()
@@ -53,10 +55,8 @@ class ModelLoss:
     def __post_init__(self) -> None:
         if self.labels is not None:
             batches.check_field(self.labels, "ModelLoss: labels")
-        if self.shift is not None and (
-            not isinstance(self.shift, int) or isinstance(self.shift, bool) or self.shift < 0
-        ):
-            raise ValueError(f"ModelLoss: shift={self.shift!r}: expected a number of labels, 0 or more")
+        if self.shift is not None:
+            check_whole(self.shift, "ModelLoss: shift", 0, hint="it is a number of labels")
 
     def of_network(self, net: nn.Module) -> ModelLoss:
         """Return the loss with the `shift` for a network, unless one was given."""
@@ -69,14 +69,14 @@ class ModelLoss:
             raise ValueError(
                 f"expected outputs that carry the model's loss as {self.key!r}, got "
                 f"{type(outputs).__name__} with {type(loss).__name__} there; let forward return it (many "
-                "models do so only when given the labels), or use another loss, such as losses.cross_entropy"
+                "models do so only when given the labels)"
             )
         if loss.ndim:
             return reduced(loss, reduction)
         if reduction != "mean":
             raise ValueError(
-                f"the model's own loss is a scalar and has no reduction={reduction!r}; let the model return "
-                "losses per example, or use a loss of outputs and targets, such as losses.cross_entropy"
+                f"the model's own loss is a scalar, without losses per example for reduction={reduction!r}; use a loss "
+                "of outputs and targets, such as losses.cross_entropy"
             )
         return loss
 
@@ -119,8 +119,7 @@ class ModelLoss:
             missing = "'logits' among the outputs" if labels is not None else "labels in the batch"
             raise TypeError(
                 f"expected {missing} of a model that computes its own loss, got outputs {type(outputs).__name__} and a "
-                f"batch {type(batch).__name__}; name the labels by losses.ModelLoss(labels=...), or use a function of "
-                "(outputs, batch) for the metric"
+                f"batch {type(batch).__name__}; name the labels by losses.ModelLoss(labels=...)"
             )
         if labels.ndim < 2:
             return logits, labels

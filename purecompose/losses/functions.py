@@ -15,16 +15,11 @@ from purecompose._support.specs import check_number, check_whole, suggests_keywo
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
 
-def _plain(given: Any) -> Any:
-    """Return a tensor or a NumPy array as numbers."""
-    return given.tolist() if hasattr(given, "tolist") else given
-
-
 def _checked(given: Any, where: str) -> tuple[float, ...] | None:
     """Return the weights of classes as numbers."""
-    weights = _plain(given)
-    if weights is None:
+    if given is None:
         return None
+    weights = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(weights, list | tuple):
         raise TypeError(f"{where}={given!r}: expected a sequence of numbers or a tensor")
     return tuple(check_number(value, f"{where}[{i}]", 0) for i, value in enumerate(weights))
@@ -89,13 +84,14 @@ class CrossEntropy:
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         is_index = has_index_targets(outputs, targets)
         given, options = targets, {}
-        if not is_index:
-            targets = self._dense(outputs, targets)
+        if is_index:
+            options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+            targets = targets.long()
+        else:
+            check_classes(outputs, "losses.CrossEntropy")
+            targets = _floating(targets, outputs)
             if self.label_smoothing:  # a row of zeros stays one
                 targets = torch.lerp(targets, targets.mean(1, keepdim=True), self.label_smoothing)
-        else:
-            options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
-            targets = targets if targets.dtype is torch.int64 else targets.long()
         if is_index and self.weight is None:
             return F.cross_entropy(outputs, targets, reduction=reduction, **options)
         weight = self._class_weights(outputs, outputs.dtype)
@@ -108,14 +104,11 @@ class CrossEntropy:
 
     def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
         """Return the number of positions in the mean, 0-d int64, or the sum of their weights, 0-d float32 or wider."""
-        weight = self._class_weights(outputs, wide_dtype(outputs))
-        if weight is None:
-            return self.counted(outputs, targets).sum()
         if isinstance(targets, Mixture):
+            if self.weight is None:
+                return self.counted(outputs, targets).sum()
             targets = targets.soft(outputs, ignore_index=self.ignore_index)
-        elif has_index_targets(outputs, targets):
-            return self.position_weights(outputs, targets).sum()
-        return (targets.to(weight.dtype).movedim(1, -1) * weight).sum()
+        return self.position_weights(outputs, targets).sum()
 
     def position_weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what each position adds to `num_terms`, (N, ...), bool without weights of classes."""
@@ -137,11 +130,6 @@ class CrossEntropy:
             mask = self.counted(outputs, term)
             masks.append(mask & per_row(weight != 0, mask))
         return torch.stack(masks).any(dim=0)
-
-    @staticmethod
-    def _dense(outputs: Tensor, targets: Tensor) -> Tensor:
-        check_classes(outputs, "losses.CrossEntropy")
-        return targets if targets.dtype.is_floating_point else targets.to(wide_dtype(outputs))
 
     def _class_weights(self, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the weights, (C,), on the outputs' device; `None` without weights."""
@@ -207,15 +195,13 @@ class BinaryCrossEntropy:
     def __post_init__(self) -> None:
         if self.mean_over not in ("elements", "examples"):
             raise ValueError(f"BinaryCrossEntropy: mean_over={self.mean_over!r}: expected 'elements' or 'examples'")
-        where, given = "losses.BinaryCrossEntropy: pos_weight", _plain(self.pos_weight)
+        where, given = "losses.BinaryCrossEntropy: pos_weight", self.pos_weight
+        given = given.tolist() if hasattr(given, "tolist") else given
         is_number = isinstance(given, int | float)
         object.__setattr__(self, "pos_weight", check_number(given, where, 0) if is_number else _checked(given, where))
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        if has_index_targets(outputs, targets):
-            targets = one_hot(targets, outputs)
-        elif not targets.dtype.is_floating_point:
-            targets = targets.to(wide_dtype(outputs))
+        targets = _of_elements(targets, outputs)
         weight = None
         if self.pos_weight is not None:
             weight = _of_classes(self.pos_weight, outputs, outputs.dtype, "losses.BinaryCrossEntropy: pos_weight")
@@ -315,13 +301,20 @@ class BinaryFocal:
             check_number(self.alpha, "losses.BinaryFocal: alpha", 0, 1)
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        if has_index_targets(outputs, targets):
-            targets = one_hot(targets, outputs)
-        targets = targets if targets.is_floating_point() else targets.to(wide_dtype(outputs))
+        targets = _of_elements(targets, outputs)
         own, other = (1.0, 1.0) if self.alpha is None else (self.alpha, 1 - self.alpha)
         wide = outputs.to(wide_dtype(outputs))
         positive, negative = (_damped(F.logsigmoid(logits), self.gamma) for logits in (wide, -wide))
         return reduced(own * targets * positive + other * (1 - targets) * negative, reduction)
+
+
+def _of_elements(targets: Tensor, outputs: Tensor) -> Tensor:
+    """Return targets of the outputs' shape, of a floating dtype."""
+    return one_hot(targets, outputs) if has_index_targets(outputs, targets) else _floating(targets, outputs)
+
+
+def _floating(targets: Tensor, outputs: Tensor) -> Tensor:
+    return targets if targets.is_floating_point() else targets.to(wide_dtype(outputs))
 
 
 def _damped(logs: Tensor, gamma: float) -> Tensor:

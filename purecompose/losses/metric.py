@@ -160,17 +160,15 @@ def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
         ignore_index: The target index to ignore; by default that of the state's loss, or -100.
 
     Raises:
-        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes, or several labels (at
-            an update).
+        TypeError, ValueError: k is not an int of at least 1 (raised immediately), or there are fewer than max(2, k)
+            classes, or several labels (at an update).
 
     Example:
         >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
         >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([1, 2]))).item()
         0.5
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
-
+    check_whole(k, "top_k: k", 1)
     name, where = ("accuracy", "accuracy") if k == 1 else (f"top_{k}", "top_k")
 
     def init(device: Device = None) -> Mean:

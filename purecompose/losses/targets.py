@@ -48,9 +48,8 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
         raise ValueError(_misfit(outputs, targets))
     if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
         raise ValueError(
-            f"class indices need an integer dtype, got {targets.dtype} of shape {tuple(targets.shape)} "
-            f"for outputs of shape {tuple(outputs.shape)}; for indices use `targets.long()`, for values to "
-            "regress give targets the outputs' shape (`targets.unsqueeze(1)`)"
+            f"class indices need an integer dtype, got {targets.dtype} of shape {tuple(targets.shape)} for outputs of "
+            f"shape {tuple(outputs.shape)}; use `targets.long()`, or to regress values `targets.unsqueeze(1)`"
         )
     return True
 
@@ -302,11 +301,10 @@ class Mixture:
                     f"shape {tuple(targets.shape)}; mix targets of other shapes with `mixed_with`"
                 )
         partners = [(targets[permutation], weight[permutation]) for targets, weight in self._terms]
-        terms = [
-            (torch.where(_per_position(inside, own), partner, own), weight * its)
-            for own, weight in self._terms
-            for partner, its in partners
-        ]
+        terms = []
+        for own, weight in self._terms:
+            region = inside[(slice(None),) + (None,) * (own.ndim - 3)]  # broadcasts against (N, ..., H, W)
+            terms += [(torch.where(region, partner, own), weight * its) for partner, its in partners]
         targets, weights = zip(*terms, strict=True)
         return replace(self, targets=targets, weights=weights)
 
@@ -320,17 +318,14 @@ class Mixture:
             TypeError, ValueError: As for `has_index_targets` and `one_hot`.
         """
         outputs = class_scores(outputs, self.targets[0])
-        dtype = wide_dtype(outputs)
-        total = None
+        terms = list[Tensor]()
         for targets, weight in self._terms:
-            row_weight = per_row(weight.to(dtype), targets)
+            row_weight = per_row(weight.to(wide_dtype(outputs)), targets)
             if has_index_targets(outputs, targets):
-                term = _scatter_classes(targets, row_weight, outputs, ignore_index)
+                terms.append(_scatter_classes(targets, row_weight, outputs, ignore_index))
             else:
-                term = row_weight * targets
-            total = term if total is None else total + term
-        assert total is not None, "a mixture has at least one term"
-        return total
+                terms.append(row_weight * targets)
+        return sum(terms[1:], terms[0])
 
     @property
     def _terms(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -355,11 +350,6 @@ tree.register_node(
     ),
     lambda _, children, settings: Mixture(*children, *settings),
 )
-
-
-def _per_position(inside: Tensor, targets: Tensor) -> Tensor:
-    """Return a region (n, H, W) reshaped to broadcast against `targets`, (N, ..., H, W)."""
-    return inside[(slice(None),) + (None,) * (targets.ndim - 3)]
 
 
 def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_index: int | None) -> Tensor:

@@ -428,8 +428,8 @@ def test_a_model_loss_counts_labels():
     assert num_terms(ModelLoss(labels="labels"), None, batch) == 6
     assert num_terms(model_loss, None, batch) == 6
     assert num_terms(model_loss, None, {**batch, "labels": torch.zeros(2, 3)}) == 2  # labels of a regression
-    for wrong in (-1, 1.5, True):
-        with pytest.raises(ValueError, match="shift="):
+    for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="shift: expected an int >= 0"):
             ModelLoss(shift=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="labels=1.5"):
         ModelLoss(labels=1.5)  # pyright: ignore[reportArgumentType]

@@ -88,7 +88,8 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception] | tuple
         for shape in ((2,), (2, 4), (2, 4, 3))
     ),
     # Metrics
-    *((metrics.top_k, (k,), ValueError, "k=") for k in (0, -1, 1.5, True)),
+    *((metrics.top_k, (k,), ValueError, "k: expected an int >= 1") for k in (0, -1)),
+    *((metrics.top_k, (k,), TypeError, "k: expected an int >= 1") for k in (1.5, True)),
     *(
         (updated, (metric, torch.zeros(shape), torch.ones(shape)), ValueError, r"got shape \(4.*binary_accuracy")
         for metric in CLASS_METRICS
