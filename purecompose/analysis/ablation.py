@@ -28,7 +28,7 @@ from purecompose.records.layout import read_json, write_json, write_text
 from purecompose.run.evaluation import Evaluator
 from purecompose.run.fit import fit, start_of_run
 from purecompose.run.rules import mode_of
-from purecompose.run.saving.comparison import describe
+from purecompose.run.saving.comparison import describe, unequal
 from purecompose.time.event import Event
 
 
@@ -91,7 +91,9 @@ def ablate(
         ['mixup', 'label_smoothing']
     """
     _check_arguments(data, evaluate, metric, sequential)
-    chosen, numbers = _checked_methods(methods), _checked_seeds(seeds)
+    chosen, numbers = {method.name: method for method in as_algorithms(methods)}, _checked_seeds(seeds)
+    if not chosen or not chosen.keys().isdisjoint(("all", "none")):
+        raise ValueError(f"ablate: methods: expected methods that are not called all or none, got {list(chosen)}")
     names = list(chosen)
     subsets = subsets_of(names)
     metric = next(iter(evaluate.reported)) if metric is None else metric
@@ -136,13 +138,6 @@ def _check_arguments(data: Any, evaluate: Any, metric: str | None, sequential: b
         raise ValueError(f"ablate: metric={metric!r}: the evaluator reports {', '.join(evaluate.reported)}")
 
 
-def _checked_methods(methods: Iterable[Algorithm]) -> dict[str, Algorithm]:
-    chosen = {method.name: method for method in as_algorithms(methods)}
-    if not chosen or not chosen.keys().isdisjoint(("all", "none")):
-        raise ValueError(f"ablate: methods: expected methods that are not called all or none, got {list(chosen)}")
-    return chosen
-
-
 def _checked_seeds(seeds: Any) -> tuple[int, ...]:
     if isinstance(seeds, int):
         return tuple(range(check_whole(seeds, "ablate: seeds", 1)))
@@ -179,8 +174,7 @@ class Trainer:
         if wrong := (names & self.methods.keys()) ^ subset:
             raise ValueError(
                 f"ablate: make_step was given {', '.join(sorted(subset)) or 'no methods'} and returned a step that "
-                f"differs in {', '.join(sorted(wrong))}: pass the list on, as in "
-                "lambda methods: compose(loop_events, methods)"
+                f"differs in {', '.join(sorted(wrong))}: pass the list on to compose"
             )
         return step
 
@@ -238,11 +232,9 @@ class Trainer:
 
 
 def _seeds_name(seeds: Sequence[int]) -> str:
-    if len(seeds) == 1:
-        return f"seed-{seeds[0]}"
-    if list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+    if len(seeds) > 1 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
         return f"seeds-{seeds[0]}-to-{seeds[-1]}"
-    return f"seeds-{'-'.join(map(str, seeds))}"
+    return f"seed{'s' * (len(seeds) > 1)}-{'-'.join(map(str, seeds))}"
 
 
 _DECISIVE = ("optimizer", "loss", "precision", "program", "microbatches")
@@ -260,16 +252,9 @@ def _kept_values(folder: Path, settings: Mapping[str, str]) -> dict[str, dict[in
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / _FILE, {"settings": settings, "cells": {}})
     content = read_json(folder / _FILE)
-    saved = content["settings"]
-    lines = [
-        f"{name} was {saved.get(name, 'absent')}, and is {settings.get(name, 'absent')}"
-        for name in dict.fromkeys((*saved, *settings))
-        if saved.get(name) != settings.get(name)
-    ]
-    if lines:
+    if lines := unequal(content["settings"], settings, place="the folder"):
         raise ValueError(
-            f"ablate: folder={str(folder)!r} contains another ablation: {'; '.join(lines)}. Choose another folder, or "
-            "repeat the earlier call"
+            f"ablate: folder={str(folder)!r} contains another ablation: {'; '.join(lines)}. Choose another folder"
         )
     return {name: {int(seed): one for seed, one in cell.items()} for name, cell in content["cells"].items()}
 

@@ -9,7 +9,7 @@ Effects have simultaneous confidence intervals, by a studentized wild bootstrap 
 
 A seed has the same sign in all rows, so c takes their correlation into account (the max-t method). Random signs are
 robust to ties, where resamples of few seeds would often have a standard error of 0. In 1,000 simulated ablations of six
-nulls with 8 seeds, all six intervals contain 0 in 95 % for normal differences, 97 % for skewed ones, 95 % for ties.
+nulls with 8 seeds, all six intervals contain 0 in 95 to 97 %, with normal and skewed differences and with ties.
 
 References:
     Wu, Jackknife, bootstrap and other resampling methods in regression analysis, 1986.
@@ -239,11 +239,8 @@ def effects_of(methods: Sequence[str], cells: Mapping[frozenset[str], Cell], mod
     for name, (with_it, without) in pairs.items():
         interval = intervals.get(name)
         needed = 0 if interval is None else seeds_needed(interval, len(with_it.values), len(finite))
-        found.append(
-            Effect(
-                name, with_it.mean, without.mean, tuple(rows[name]), interval, needed, _verdict(interval, needed, mode)
-            )
-        )
+        means, verdict = (with_it.mean, without.mean), _verdict(interval, needed, mode)
+        found.append(Effect(name, *means, tuple(rows[name]), interval, needed, verdict))
     return tuple(found)
 
 
@@ -256,8 +253,7 @@ def _verdict(interval: Interval | None, needed: int, mode: str) -> str:
 
 
 def _row(effect: Effect, ablation: Ablation) -> list[str]:
-    interval, digits = effect.interval, _digits(ablation)
-    verdict = effect.verdict
+    interval, digits, verdict = effect.interval, _digits(ablation), effect.verdict
     if verdict == "undecided":
         more = effect.seeds_needed - len(ablation.seeds)
         few = f"about {more} more seeds" if effect.seeds_needed <= MOST_SEEDS else f"more than {MOST_SEEDS} seeds"

@@ -25,11 +25,11 @@ from purecompose.run.fit import start_of_run
 from purecompose.run.outer import Run, Settings
 from purecompose.run.rules import Adjuster, Stopper, with_modes
 from purecompose.run.saving.checkpoint import outside_of, restore_extra, restored
-from purecompose.run.saving.comparison import describe, differences, environment, listed
+from purecompose.run.saving.comparison import describe, differences, environment, listed, unequal
 from purecompose.run.saving.files import time_from_plain
 from purecompose.run.saving.folder import CHECKPOINTS, Found, all_in
 from purecompose.run.saving.leaves import POSITION
-from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time import RunLength, Time, TimeLike, TimeUnit
 from purecompose.time.event import Event, named_time
 from purecompose.transforms.compilation import CompiledStep
 
@@ -101,11 +101,6 @@ class RecordedRun:
     """The position of the data at the start, for those that would continue after an earlier replay."""
 
     @property
-    def last_batch(self) -> int:
-        """The batch of the last checkpoint, up to which the run is known."""
-        return self.checkpoints[-1].index.batch
-
-    @property
     def plain_step(self) -> Step:
         """The step, not compiled."""
         return self.step.step if isinstance(self.step, CompiledStep) else self.step
@@ -114,28 +109,29 @@ class RecordedRun:
     def start(self) -> State:
         """The state from which the run started, with all memory."""
         # The length of a run in seconds is not in its checkpoints; each state is given that of its own checkpoint.
-        duration = self.checkpoints[-1].index.time["duration"] or f"{self.last_batch + 1}ba"
+        last = self.checkpoints[-1].index
+        duration = last.time["duration"] or f"{last.batch + 1}ba"
         rules = (*self.stop, *self.adjust)  # pyright: ignore
         return start_of_run(self.step, self.state, self.data, rules, duration)[0]
 
     @cached_property
     def losses(self) -> dict[int, Any]:
         """The losses in the run's records by batch, a list of them for a population; empty without records."""
-        return losses_in(self.path)
+        file = Path(self.path) / RECORDS
+        records = read_records(file) if file.is_file() else []
+        return {record["batch"]: record["loss"] for record in records if "loss" in record}
 
-    def before(self, at: Time, *, strictly: bool = False) -> tuple[Found, RunLength]:
+    def before(self, at: Time) -> tuple[Found, RunLength]:
         """Return the last checkpoint that is not after a time, and the run's length that was valid from it to there.
 
         Args:
             at: The time.
-            strictly: True for one that has not reached it.
 
         Raises:
             ValueError: The time is before the first checkpoint or after the last one.
         """
         times = [time_from_plain(one.index.time) for one in self.checkpoints]
-        is_late = Timestamp.reached if strictly else Timestamp.passed
-        earlier = [one for one, now in zip(self.checkpoints, times, strict=True) if not is_late(now, at)]
+        earlier = [one for one, now in zip(self.checkpoints, times, strict=True) if not now.passed(at)]
         if not earlier:
             raise ValueError(
                 f"{self.path} has no checkpoint before {at}: the first one is of {times[0].batch}ba; "
@@ -180,11 +176,8 @@ class RecordedRun:
         if self.strict:
             lines += differences(index.description, describe(self.start, self.step))
             now = environment(self.start, self.step)
-            lines += [
-                f"{name}: {old} in the run, {now[name]} here"
-                for name, old in index.environment.items()
-                if name in now and now[name] != old and name not in _NO_BITS
-            ]
+            both = [name for name in index.environment if name in now and name not in _NO_BITS]
+            lines += unequal(index.environment, now, place="the run", among=both)
             if self.microbatches is not None:
                 lines = [line for line in lines if not line.startswith("microbatches:")]
             if lines:
@@ -214,13 +207,6 @@ def checkpoints_in(path: Path | str) -> tuple[Found, ...]:
             f"{path} has no checkpoints to begin from; train with fit(..., checkpoints=Checkpoints(folder, keep='log'))"
         )
     return tuple(reversed(found))
-
-
-def losses_in(path: Path | str) -> dict[int, Any]:
-    """Return the recorded losses in a run's folder by batch; empty without records."""
-    file = Path(path) / RECORDS
-    records = read_records(file) if file.is_file() else []
-    return {record["batch"]: record["loss"] for record in records if "loss" in record}
 
 
 def _origin_of(data: Any) -> dict[str, Any] | None:
@@ -336,8 +322,8 @@ def _compared_with_records(run: RecordedRun) -> Observer:
         if run.strict and repr(then) != repr(now):
             line = f"loss of batch {batch}: {then} in the records, {now} here"
             raise MismatchError(
-                f"{run.path}: the replay is not the run: {line}. The step, the data or what they read from "
-                "outside have changed in a way that the checkpoints do not know of",
+                f"{run.path}: the replay is not the run: {line}. The step, the data or what they read has changed in "
+                "a way that the checkpoints do not know of",
                 [line],
             )
 

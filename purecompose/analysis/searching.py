@@ -82,7 +82,7 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
     """
     if not isinstance(run, RecordedRun):
         raise TypeError(f"bisect: expected a RecordedRun(path, step, state, data), got {shown(run)}")
-    if not callable(predicate) or isinstance(predicate, type) or not is_callable_with(predicate, 1):
+    if isinstance(predicate, type) or not is_callable_with(predicate, 1):
         raise TypeError(f"bisect: predicate: expected a function State -> bool, got {shown(predicate)}")
     check_flag(stays, "bisect: stays")
     found = run.checkpoints
@@ -292,7 +292,8 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
     """
     check_number(tolerance, "compare: tolerance", 0)
     paths = _path(run_a), _path(run_b)
-    pairs = _common(*(checkpoints_in(path) for path in paths))
+    by_batch = {one.index.batch: one for one in checkpoints_in(paths[1])}
+    pairs = [(one, by_batch[one.index.batch]) for one in checkpoints_in(paths[0]) if one.index.batch in by_batch]
     if not pairs:
         raise ValueError(f"compare: {paths[0]} and {paths[1]} have no checkpoints of the same batch")
     by_checkpoint = tuple(_difference(one, other, tolerance) for one, other in pairs)
@@ -314,11 +315,6 @@ def _path(run: Any) -> Path:
     if not isinstance(run, RecordedRun | str | Path):
         raise TypeError(f"compare: expected a RecordedRun or the folder of a run, got {shown(run)}")
     return Path(run.path if isinstance(run, RecordedRun) else run)
-
-
-def _common(ours: tuple[Found, ...], theirs: tuple[Found, ...]) -> list[tuple[Found, Found]]:
-    by_batch = {one.index.batch: one for one in theirs}
-    return [(one, by_batch[one.index.batch]) for one in ours if one.index.batch in by_batch]
 
 
 def _tensors(found: Found) -> Mapping[str, Tensor]:

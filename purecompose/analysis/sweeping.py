@@ -164,12 +164,11 @@ def sweep(
 def _members(state: State, settings: Sequence[Mapping[str, float]], seeds: int) -> list[State]:
     """Return the states of the population: the seeds of each setting follow each other."""
     keys = [state.key] + [random.fold_in(state.key, i) for i in range(1, seeds)]
-    given = [{**state.hparams, **_tensors(setting, state)} for setting in settings]
-    return [state.replace(key=key, hparams=hparams) for hparams in given for key in keys]
-
-
-def _tensors(setting: Mapping[str, float], state: State) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float32, device=state.device) for name, value in setting.items()}
+    members = []
+    for setting in settings:
+        new = {name: torch.tensor(value, dtype=torch.float32, device=state.device) for name, value in setting.items()}
+        members += [state.replace(key=key, hparams={**state.hparams, **new}) for key in keys]
+    return members
 
 
 def _trials(settings: Sequence[dict[str, float]], found: Any) -> list[Trial]:

@@ -168,9 +168,9 @@ def test_an_interrupted_ablation_continues(tmp_path: pathlib.Path, monkeypatch: 
 
 def test_another_ablation_in_the_folder_is_refused(tmp_path: pathlib.Path) -> None:
     run(METHODS[:1], seeds=2, folder=tmp_path / "first")
-    with pytest.raises(ValueError, match=r"methods was mixup\(alpha=0\.4.*, and is label_smoothing"):
+    with pytest.raises(ValueError, match=r"methods: mixup\(alpha=0\.4.* in the folder, label_smoothing"):
         run(METHODS[1:2], seeds=2, folder=tmp_path / "first")
-    with pytest.raises(ValueError, match=r"methods that are never left out was none, and is sam\("):
+    with pytest.raises(ValueError, match=r"methods that are never left out: none in the folder, sam\("):
         step = lambda methods: make_step([*methods, alg.sam(0.1)])  # noqa: E731
         run(METHODS[:1], make_step=step, seeds=3, folder=tmp_path / "first")
     (tmp_path / "other").mkdir()

@@ -18,7 +18,7 @@ def test_ablate_prints_a_table_and_continues_in_its_folder(run: Run, tmp_path: p
     assert (tmp_path / "a" / "none" / "seeds-3-to-7").is_dir()
     assert run(*command)[1].splitlines()[0] == out.splitlines()[0]
     status, _, err = run(*command, "--metric", "eval/loss")
-    assert status == 2 and "metric was eval/accuracy, and is eval/loss" in err
+    assert status == 2 and "metric: eval/accuracy in the folder, eval/loss here" in err
 
 
 def test_sweep_prints_the_best_setting_first(run: Run) -> None:
