@@ -15,11 +15,15 @@ from purecompose._support.specs import check_number, check_whole, suggests_keywo
 from purecompose.losses.targets import Mixture, check_classes, has_index_targets, one_hot, per_row, wide_dtype
 
 
+def _plain(given: Any) -> Any:
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
 def _checked(given: Any, where: str) -> tuple[float, ...] | None:
     """Return the weights of classes as numbers."""
-    if given is None:
+    weights = _plain(given)
+    if weights is None:
         return None
-    weights = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(weights, list | tuple):
         raise TypeError(f"{where}={given!r}: expected a sequence of numbers or a tensor")
     return tuple(check_number(value, f"{where}[{i}]", 0) for i, value in enumerate(weights))
@@ -195,8 +199,7 @@ class BinaryCrossEntropy:
     def __post_init__(self) -> None:
         if self.mean_over not in ("elements", "examples"):
             raise ValueError(f"BinaryCrossEntropy: mean_over={self.mean_over!r}: expected 'elements' or 'examples'")
-        where, given = "losses.BinaryCrossEntropy: pos_weight", self.pos_weight
-        given = given.tolist() if hasattr(given, "tolist") else given
+        where, given = "losses.BinaryCrossEntropy: pos_weight", _plain(self.pos_weight)
         is_number = isinstance(given, int | float)
         object.__setattr__(self, "pos_weight", check_number(given, where, 0) if is_number else _checked(given, where))
 
