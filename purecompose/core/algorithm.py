@@ -198,7 +198,7 @@ class Algorithm:
                     "@purecompose.factory"
                 )
         given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.init}
-        return _from_fields, ({**given, "config": dict(self.config)},)
+        return functools.partial(Algorithm, **{**given, "config": dict(self.config)}), ()
 
     def __repr__(self) -> str:
         given = [(key, value) for key, value in self.config.items() if key not in ("method", "methods")]
@@ -255,10 +255,6 @@ def identity(name: str = "identity") -> Algorithm:
         never
     """
     return Algorithm(name, NEVER, lambda event, state: state)
-
-
-def _from_fields(fields: Mapping[str, Any]) -> Algorithm:
-    return Algorithm(**fields)
 
 
 def _references(owner: str, role: str, given: Any, kinds: tuple[type, ...] = (str, Trait)) -> tuple[str | Trait, ...]:

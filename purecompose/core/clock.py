@@ -1,12 +1,12 @@
-"""What traced code reads of Python values: the time of a step, as one small tensor, scalars and constants of losses.
+"""Values that Python holds and a step reads: the time, and what a loss reads besides outputs and targets.
 
-The host's counters are the only source of the time. They are written into the clock's tensor together with the value of
-every schedule at that time, so that traced code contains no changing Python number.
+Code is traced once and serves all steps, so no number that it contains may change. The time is therefore a small
+tensor, the clock. Each step fills it on the host, from the counters of its timestamp, with them and with the values of
+all schedules at that time.
 
-A loss reads tensors, scalars, and Python constants besides outputs and targets. Parameters and buffers of a module move
-into the state. Schedules and named scalars are found among the attributes, and filled in for a call. Constants must not
-change: compiled code would keep the value with which it was traced. All of them are found by following references from
-the loss; see `purecompose._support.objects`.
+What a loss refers to is found by following its references; see `purecompose._support.objects`. Parameters and buffers
+of a module become part of the state. Schedules and named scalars among its attributes are replaced in each call by
+tensors with their present values. All other numbers and tensors are constants, which must not change.
 """
 
 import copy
@@ -44,7 +44,6 @@ class Clock:
     __slots__ = ("schedules", "domain", "_source", "_row", "_values")
 
     def __init__(self, source: "_Source", schedules: tuple[Schedule, ...], domain: str, row: int = 0) -> None:
-        """Store the source of the numbers; `Clock.of` is the usual way to create a clock."""
         self._source = source
         self.schedules: tuple[Schedule, ...] = schedules
         self.domain: str = domain

@@ -123,8 +123,7 @@ def check_layout(
     if names and not layout.has_rows(batch):
         raise ValueError(
             f"{', '.join(names)}: expected examples along dimension 0 of the batch's tensors, got "
-            f"{layout.describe(batch)}; put examples first in the data, and let the network's forward arrange them, or "
-            "leave the method out"
+            f"{layout.describe(batch)}; put examples first in the data, and let the network's forward arrange them"
         )
     if layout.can_cut(batch):
         return

@@ -289,7 +289,6 @@ class SealedTime:
     __slots__ = ("_now", "_later")
 
     def __init__(self, now: Timestamp, later: Timestamp) -> None:
-        """Keep the time before and after the step for the host's own use."""
         self._now, self._later = now, later
 
     def opened(self, *, later: bool) -> Timestamp:
@@ -356,12 +355,10 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 def _row(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     count = sum(tensor.numel() for tensor in tensors.values())
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    shown = [f"{_dotted(path)} {tuple(tensor.shape)}".strip() for path, tensor in tensors.items()]
+    # A key path such as ['momentum']['0.weight'] is shown as momentum.0.weight.
+    dotted = [[part.strip(".") for part in re.split(r"\['|'\]|[\[\]]", path)] for path in tensors]
+    names = [".".join(filter(None, parts)) for parts in dotted]
+    shown = [f"{name} {tuple(tensor.shape)}".strip() for name, tensor in zip(names, tensors.values(), strict=True)]
     if len(shown) > _MOST_SHAPES:
         shown[_MOST_SHAPES - 1 :] = [f"and {len(shown) - _MOST_SHAPES + 1:,} more"]
     return name, f"{len(tensors):,}", f"{count:,}", ", ".join(dtypes), ", ".join(shown)
-
-
-def _dotted(path: str) -> str:
-    """Return a key path such as `['momentum']['0.weight']` as `momentum.0.weight`."""
-    return ".".join(filter(None, (part.strip(".") for part in re.split(r"\['|'\]|[\[\]]", path))))

@@ -77,7 +77,6 @@ class Contract:
         self._editors.append((event, algorithm.name))
 
     def refuse_observer(self, error: Exception) -> None:
-        """Raise an error if the run is observed."""
         if self._observe is not None:
             raise error
 

@@ -125,11 +125,7 @@ def differentiate(
 
 
 def value_and_grads(fn: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Return the second result of a function, and the gradients of the first, which are zero for unreached leaves.
-
-    Args:
-        fn: Function of the leaves that returns a loss (0-d) and a pytree of tensors.
-    """
+    """Return the second result of a function, a pytree, and the gradients of the first, a loss; 0 if not reached."""
 
     def checked(leaves: list[Tensor]) -> tuple[Tensor, Any]:
         loss, rest = fn(leaves)

@@ -138,13 +138,12 @@ def _compare(found: Sequence[Found], state: State, subject: str) -> None:
             raise NotMeanError(
                 f"{subject if one is whole.loss else f'the gradient of {subject}'} is {together:.6g} for "
                 f"{state.num_examples} examples together, but {apart:.6g} as the mean over 2 slices of them, which is "
-                "how microbatches, several processes, gradient_accumulation and evaluation compute it. If it is a sum "
-                "over examples, make it a mean (reduction='mean'); if it is a mean over some positions, let it report "
-                "their number in a method num_terms(outputs, targets), or num_terms(state) of a stage; if it compares "
-                "examples with each other, as contrastive losses do, write losses.over_batch(loss), also for a stage; "
-                "if it adds means with different denominators, give it a method denominators(targets), or "
-                "denominators(state) of a stage, or write losses.over_batch(loss). Stages draw by state.example_rng, "
-                "and the outputs of a network have a row for each example"
+                "how microbatches, several processes, gradient_accumulation and evaluation compute it. A sum over "
+                "examples is to be a mean (reduction='mean'). A mean over some positions reports their number by a "
+                "method num_terms(outputs, targets), and a sum of means with different denominators these by a method "
+                "denominators(targets); for a stage, they are functions of the state. A loss that compares examples, "
+                "as contrastive ones do, is losses.over_batch(loss). Stages draw by state.example_rng, and the outputs "
+                "of a network have a row for each example"
             )
 
 

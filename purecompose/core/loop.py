@@ -233,7 +233,7 @@ def _is_pinned(algorithm: Algorithm, one_pass: Pass, given: Sequence[Algorithm],
 def _why(algorithm: Algorithm, current: Sequence[Algorithm], placed_by: str) -> str:
     words = f"; {algorithm.made_of}" if algorithm.parts else ""
     if len(current) == 1:
-        return f"alone{words}"
+        return f"no other acts there{words}"
     partners = [f"before {other.name}" for other in current if precedes(algorithm, other)]
     partners += [f"after {other.name}" for other in current if precedes(other, algorithm)]
     return ", ".join([placed_by, *partners]) + words

@@ -274,7 +274,8 @@ def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carr
 
     def find(inner: State, given: Variant) -> Found:
         if given.is_moved:
-            inner = inner.replace(params={name: _moved(param) for name, param in inner.params.items()})
+            moved = {name: param * 1.25 for name, param in inner.params.items() if is_differentiable(param)}
+            inner = inner.replace(params={**inner.params, **moved})
         with Comparison(given.is_double) as mode:
             after, _, terms = body(carry._replace(state=inner), _COMPARED)
         assert after.loss is not None
@@ -285,11 +286,6 @@ def _check_stage(body: Operation, until_loss: Operation | None, stage: str, carr
         return Found(after.loss, named, 0, float(terms), mode.eps, mode.eps**0.5)
 
     check_halves(find, state, subject, (*state.params, *state.buffers))
-
-
-def _moved(param: Tensor) -> Tensor:
-    """Return other values of a parameter, such as it might have."""
-    return param * 1.25 if is_differentiable(param) else param
 
 
 def _have_rows(state: State) -> bool:

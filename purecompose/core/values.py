@@ -379,7 +379,6 @@ def _with(context: Context, name: str, value: Any) -> Context:
 
 
 def _parameter_names(which: str, given: Any, known: tuple[str, ...]) -> frozenset[str]:
-    """Return the parameters that match the given names and patterns (as in `fnmatch`)."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{which}: expected a collection of names or patterns, as in ['0.*'], got {shown(given)}")
     given = frozenset(given)

@@ -21,7 +21,7 @@ def test_orders_and_reasons():
         "a": (2, "listed order, reversed"),
     }
     assert plan.order("after_dataloader") == ("selecting", "b", "a")
-    assert reasons(plan, Event.BATCH_END) == {"decay": (0, "alone")}
+    assert reasons(plan, Event.BATCH_END) == {"decay": (0, "no other acts there")}
     assert plan.order(Event.BATCH_START) == ()
 
 
@@ -31,7 +31,7 @@ def test_a_plan_gives_the_reason_why_an_algorithm_is_absent():
     row = compose(loop_events, [noise(when=pc.after(0.5))]).plan(state).rows[0]
     assert (row.order, row.reason) == (None, "after('0.5dur') does not hold at batch 0 (0.0% of the run)")
     later = state.replace(timestamp=state.timestamp.replace(batch=3))
-    assert reasons(step.plan(later), Event.AFTER_DATALOADER) == {"noise": (0, "alone")}
+    assert reasons(step.plan(later), Event.AFTER_DATALOADER) == {"noise": (0, "no other acts there")}
 
 
 def test_dropped_by_a_pass():
@@ -41,7 +41,7 @@ def test_dropped_by_a_pass():
 
     plan = compose(loop_events, [noise(), noise("b")], passes=[drop]).plan(make_state())
     found = reasons(plan, Event.AFTER_DATALOADER)
-    assert found == {"b": (0, "alone"), "noise": (None, "dropped by a pass")}
+    assert found == {"b": (0, "no other acts there"), "noise": (None, "dropped by a pass")}
 
 
 def test_the_plan_equals_the_calls_of_a_step():
