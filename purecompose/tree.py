@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 from purecompose._support import publish
-from purecompose._support.device import is_shard, local, place_of, sum_of_shards, whole
+from purecompose._support.device import INTEGER_OF_SIZE, is_shard, local, place_of, sum_of_shards, whole
 
 
 publish(__name__)
@@ -415,9 +415,6 @@ def _are_same_values(first: Any, second: Any) -> bool:
         return False
 
 
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _bits(tensor: Tensor) -> Tensor:
     """Return a floating tensor's bits as integers, so that signed zeros differ; complex numbers become pairs."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -425,4 +422,4 @@ def _bits(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():
         return tensor
-    return tensor.contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()])
+    return tensor.contiguous().view(INTEGER_OF_SIZE[tensor.element_size()])

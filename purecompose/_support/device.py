@@ -295,6 +295,10 @@ def check_alike(message: str, group: str, like: Tensor) -> None:
         )
 
 
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers in which the bits of an element can be read, by its number of bytes."""
+
+
 def names_by_memory(params: Mapping[str, Tensor]) -> Callable[[Tensor], str]:
     """Return a function from a divided tensor, such as a detached parameter, to the parameter's name or the shape."""
     with torch.no_grad():  # otherwise `to_local` is a function of autograd, which torch.func refuses

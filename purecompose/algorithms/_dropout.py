@@ -207,9 +207,6 @@ def gyro_dropout_mask(
     Returns:
         The masks, bool, of the given shape. In training a layer returns `inputs * mask / (1 - p)`.
 
-    Raises:
-        TypeError, ValueError: No key, or a setting of the wrong type or out of range.
-
     Example:
         >>> from purecompose.random import key
         >>> mask = gyro_dropout_mask(key(0), (6, 100), tau=2)

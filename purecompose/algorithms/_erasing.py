@@ -106,9 +106,6 @@ def cutout(
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
 
-    Raises:
-        TypeError, ValueError: In the step: the inputs are not images.
-
     Example:
         >>> cutout(length=0.25)
         cutout(num_holes=1, length=0.25, uniform_sampling=False, per_example=False)

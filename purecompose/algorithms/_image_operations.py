@@ -101,9 +101,6 @@ def randaugment(
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
 
-    Raises:
-        TypeError, ValueError: In the step: inputs that are not images.
-
     Example:
         >>> randaugment(9, 2)
         randaugment(severity=9, depth=2, augmentation_set='all')
@@ -153,9 +150,6 @@ def augmix_batch(
 
     Returns:
         Images of the shape and dtype of `images`.
-
-    Raises:
-        TypeError, ValueError: See `randaugment_batch`.
 
     Example:
         >>> from purecompose.random import key
@@ -215,9 +209,6 @@ def augmix(
         value_range: The values of black and white; see `randaugment_batch`.
         name: Name of the algorithm and of its draws.
         input_field: Field of the batch with the images, (N, C, H, W); defaults to the state's input field.
-
-    Raises:
-        TypeError, ValueError: In the step: inputs that are not images.
 
     Example:
         >>> augmix(3)

@@ -260,9 +260,6 @@ def activation(
         where: Patterns (`fnmatch`) of modules to change, with all that they contain; by default all but frozen parts.
         name: Name of the algorithm.
 
-    Raises:
-        TypeError, ValueError: Not a name, or an unknown one.
-
     Warns:
         UserWarning: At INIT: the network has no supported feed-forward blocks.
 

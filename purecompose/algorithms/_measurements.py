@@ -179,9 +179,6 @@ def gradient_noise_scale(
             over about 20 steps, 0 keeps only the last estimate.
         name: Name of the algorithm, of its slot and of its metrics.
 
-    Raises:
-        TypeError, ValueError: `decay` is not a number, or out of range.
-
     Example:
         >>> gradient_noise_scale(0.99)
         gradient_noise_scale(decay=0.99)

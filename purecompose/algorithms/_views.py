@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
+from purecompose._support.device import INTEGER_OF_SIZE
 from purecompose._support.specs import shown
 from purecompose.algorithms._parts import Field, WrittenField, chosen_fields
 from purecompose.algorithms.images.batches import (
@@ -267,10 +268,6 @@ def alternating_flip(
     return Algorithm(name, on(Event.INIT, Event.AFTER_DATALOADER), apply, runs_before=before)
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of the size of a pixel, by its number of bytes."""
-
-
 def _content(images: Tensor) -> Tensor:
     """Return a hash of each image's bits, int64 (N,): a sum of pixels with unlike factors modulo 2**64.
 
@@ -279,7 +276,7 @@ def _content(images: Tensor) -> Tensor:
     """
     every = max(1, images.shape[1:].numel() // 1024)
     images = images.detach()[..., :: math.isqrt(every), :: every // math.isqrt(every)]
-    pixels = images.view(_INTEGERS[images.element_size()]).to(torch.int64)
+    pixels = images.view(INTEGER_OF_SIZE[images.element_size()]).to(torch.int64)
     if images.element_size() == 8:  # float64 numbers of few digits have zeros in the low bits, which a product keeps
         pixels = pixels ^ (pixels >> 32 & 0xFFFFFFFF)
     places = torch.arange(images.shape[1:].numel(), device=images.device)

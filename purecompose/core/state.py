@@ -186,12 +186,7 @@ class State(Values):
     # Changing
 
     def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
-        """Add the named scalars that the state lacks, with their defaults; existing ones keep their values.
-
-        Raises:
-            TypeError: Something that is not an hparam.
-            ValueError: A name has two defaults.
-        """
+        """Add the named scalars that the state lacks, with their defaults; existing ones keep their values."""
         known: dict[str, float] = {}
         for hparam in wanted:
             if not isinstance(hparam, Hparam):

@@ -89,9 +89,6 @@ def adam(
         "exp_avg_sq": {name: tensor}}`, with amsgrad also `"max_exp_avg_sq"`; the tensors have the parameters'
         shapes and dtypes. The parameters of one group have to be on one device.
 
-    Raises:
-        TypeError, ValueError: A setting is of the wrong kind or out of range, or a group has an unknown option.
-
     Example:
         >>> optimizer = adam(0.1)
         >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -264,9 +261,6 @@ def rmsprop(
     Returns:
         A frozen, hashable optimizer. Its state is `{"square_avg": {name: tensor}}`, if centered also `"grad_avg"`, and
         with momentum also `"momentum"`, all of the parameters' shapes and dtypes.
-
-    Raises:
-        TypeError, ValueError: A setting is of the wrong kind or out of range, or a group has an unknown option.
 
     Example:
         >>> import torch

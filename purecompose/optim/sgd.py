@@ -210,9 +210,6 @@ def lion(
     Returns:
         A frozen, hashable optimizer. Its state is `{"exp_avg": {name: tensor}}`, of the parameters' shapes and dtypes.
 
-    Raises:
-        TypeError, ValueError: A setting is of the wrong kind or out of range, or a group has an unknown option.
-
     Example:
         >>> import torch
         >>> params = {"w": torch.tensor([1.0, 2.0, 3.0])}
@@ -279,9 +276,6 @@ def adagrad(
     Returns:
         A frozen, hashable optimizer. Its state is `{"sum": {name: tensor}}`, of the parameters' shapes and dtypes, and
         with `lr_decay` also `{"step": {name: tensor}}`, 0-d float32 counts of updates.
-
-    Raises:
-        TypeError, ValueError: A setting is of the wrong kind or out of range, or a group has an unknown option.
 
     Example:
         >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -372,9 +366,6 @@ def sparse_adam(
     Returns:
         A frozen, hashable optimizer. Its state is that of `adam`, `{"step": {name: 0-d float32}, "exp_avg": {name:
         tensor}, "exp_avg_sq": {name: tensor}}`.
-
-    Raises:
-        TypeError, ValueError: A setting is of the wrong kind or out of range, or a group has an unknown option.
 
     Example:
         >>> params, optimizer = {"embed": torch.zeros(2, 2)}, sparse_adam(0.1)

@@ -33,11 +33,7 @@ class Averages(NamedTuple):
     def empty(
         cls, state: State, buffers: tuple[str, ...] = models.STATISTICS, where: tuple[str, ...] = ("*",)
     ) -> "Averages":
-        """Return averages of no weights, with the names and shapes of a state's weights.
-
-        Args:
-            buffers: Patterns (`fnmatch`) of the names of buffers to average; those that are not floating are left out.
-        """
+        """Return averages of no weights, with the names and shapes of a state's weights."""
         chosen = matched(where, (*state.context.trainable, *state.buffers))
         floating = tuple(name for name, one in state.buffers.items() if name in chosen and one.is_floating_point())
         params = {name: state.params[name] for name in state.context.trainable if name in chosen}

@@ -75,8 +75,11 @@ class Shared(Scope):
 
         separable = None if layers is not None else _on_whole_params(inner.separable, placing)
 
+        def as_slice(body: Operation) -> Operation:
+            return body if layers is None else by_layer(body, layers, shares_statistics=is_whole)
+
         def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
-            on_part = build(transform if layers is None else _layer_by_layer(transform, layers, is_whole))
+            on_part = build(lambda body: transform(as_slice(body)))
             shared = _OnPart(
                 on_part, ranks, wrt, is_whole=is_whole, is_by_layer=layers is not None, is_checked=self.is_checked
             )
@@ -156,13 +159,6 @@ def shared_program(
 def undivided(program: Program) -> Program:
     """Return the program of one process, the inverse of `shared_program`."""
     return tuple(inner for node in program for inner in (node.body if isinstance(node, Shared) else (node,)))
-
-
-def _layer_by_layer(
-    transform: Callable[[Operation], Operation], placing: Placing, is_whole: bool
-) -> Callable[[Operation], Operation]:
-    """Return a transform of bodies that makes them run layer by layer, and then transforms them."""
-    return lambda body: transform(by_layer(body, placing, shares_statistics=is_whole))
 
 
 def _run_placed(shared: "_OnPart", on_whole: Operation, placing: Placing, carry: Carry, purpose: Purpose) -> Carry:

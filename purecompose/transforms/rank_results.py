@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._support.device import is_shard, local
+from purecompose._support.device import INTEGER_OF_SIZE, is_shard, local
 from purecompose._support.internals import is_fake
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
@@ -85,15 +85,11 @@ def digest(leaves: list[Any], device: torch.device) -> Tensor:
     for leaf in leaves:
         bits = (leaf if leaf.layout is torch.strided else leaf.to_dense()).detach().resolve_conj().resolve_neg()
         bits = (torch.view_as_real(bits) if bits.is_complex() else bits).contiguous()
-        for part in bits.view(_BITS[bits.element_size()]).flatten().split(_CHUNK):
+        for part in bits.view(INTEGER_OF_SIZE[bits.element_size()]).flatten().split(2**20):
             places = 2 * torch.arange(part.numel(), device=part.device) + 1
             total = 31 * total + (part * places).sum().to(device)
         total = 31 * total + leaf.numel()
     return total
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**20
 
 
 _GIVEN_UP = re.compile(r"[Tt]imed? ?out|[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe")

@@ -74,9 +74,6 @@ def blurmax_pool2d(
     Returns:
         A tensor of the shape of `max_pool2d`'s output.
 
-    Raises:
-        TypeError, ValueError: As for `blur_2d`.
-
     Example:
         >>> blurmax_pool2d(torch.eye(4)[None]).shape
         torch.Size([1, 2, 2])

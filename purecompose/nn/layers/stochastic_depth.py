@@ -92,7 +92,34 @@ def _is_drop_path(value: Any) -> bool:
     return value is None or isinstance(value, nn.Identity) or type(value).__name__.endswith("DropPath")
 
 
-class DropPath(nn.Module):
+class _Dropping(nn.Module):
+    """Base of layers that drop branches at random, each for the whole batch or for single examples."""
+
+    drop_rate: Tensor
+
+    def __init__(self, method: str, drop_rate: float) -> None:
+        super().__init__()
+        where = type(self).__name__
+        if method not in ("block", "sample"):
+            raise ValueError(f"{where}: method: expected 'block' or 'sample', got {shown(method)}")
+        check_number(drop_rate, f"{where}: drop_rate", 0, 1)
+        self.method = method
+        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)), persistent=False)
+
+    def _drawn(self, input: Tensor) -> Tensor:
+        """Return whether a branch is kept, a bool: 0-d for the batch, or (N,)."""
+        return torch.rand(input.shape[:1] if self.method == "sample" else (), device=input.device) >= self.drop_rate
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"method={self.method!r}"
+
+
+def _kept(is_kept: Tensor, branch: Tensor) -> Tensor:
+    return torch.where(is_kept.view(-1, *[1] * (branch.ndim - 1)) if is_kept.ndim else is_kept, branch, 0)
+
+
+class DropPath(_Dropping):
     """Layer that drops a branch at random; it replaces a `drop_path` of timm or Hugging Face.
 
         in training      b x, with b = 1 with probability 1 - p, else 0
@@ -110,35 +137,17 @@ class DropPath(nn.Module):
         [[0.5], [0.5]]
     """
 
-    drop_rate: Tensor
-
     def __init__(self, method: str = "block", drop_rate: float = 0.2) -> None:
-        super().__init__()
-        _check_settings("DropPath", method, drop_rate)
-        self.method = method
-        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)), persistent=False)
+        super().__init__(method, drop_rate)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, ...) to the same shape."""
         if not self.training:
             return (1 - self.drop_rate).to(input.dtype) * input
-        if self.method == "block":
-            return torch.where(torch.rand((), device=input.device) >= self.drop_rate, input, 0)
-        rows = torch.rand(input.shape[0], device=input.device) >= self.drop_rate
-        return torch.where(rows.view(-1, *[1] * (input.ndim - 1)), input, 0)
-
-    def extra_repr(self) -> str:
-        """Return the settings."""
-        return f"method={self.method!r}"
+        return _kept(self._drawn(input), input)
 
 
-def _check_settings(where: str, method: str, drop_rate: float) -> None:
-    if method not in ("block", "sample"):
-        raise ValueError(f"{where}: method: expected 'block' or 'sample', got {shown(method)}")
-    check_number(drop_rate, f"{where}: drop_rate", 0, 1)
-
-
-class StochasticDepth(nn.Module):
+class StochasticDepth(_Dropping):
     """A residual block whose branches are dropped at random; its children keep their names.
 
     Args:
@@ -164,19 +173,14 @@ class StochasticDepth(nn.Module):
         torch.Size([1, 4, 8, 8])
     """
 
-    drop_rate: Tensor
-
     def __init__(self, block: nn.Module, method: str = "block", drop_rate: float = 0.2) -> None:
-        super().__init__()
+        super().__init__(method, drop_rate)
         if not residuals(block):
             raise TypeError(
                 "StochasticDepth: expected a residual block with children of known names and without its own "
                 f"parameters, buffers or hooks, got a {type(block).__name__}"
             )
-        _check_settings("StochasticDepth", method, drop_rate)
         self._modules.update(block._modules)
-        self.method = method
-        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, ...) to the shape of the block's output."""
@@ -192,21 +196,14 @@ class StochasticDepth(nn.Module):
             branch = _run(step.branch, input)
             by_pass = _shortcut(step, input)
             return act((1 - self.drop_rate).to(by_pass.dtype) * branch + by_pass)
+        is_kept = self._drawn(input)
         if self.method == "sample":
-            rows = torch.rand(input.shape[0], device=input.device) >= self.drop_rate
-            branch = _run(step.branch, input)
-            is_kept = rows.view(-1, *[1] * (branch.ndim - 1))
-            return act(torch.where(is_kept, branch, 0) + _shortcut(step, input))
-        is_kept = torch.rand((), device=input.device) >= self.drop_rate
+            return act(_kept(is_kept, _run(step.branch, input)) + _shortcut(step, input))
         branch = _run_if(is_kept, step.branch, input)
         by_pass = _shortcut(step, input)
         if step.shortcut is None:
             return torch.where(is_kept, act(branch + by_pass), input)
-        return act(torch.where(is_kept, branch, 0) + by_pass)
-
-    def extra_repr(self) -> str:
-        """Return the settings."""
-        return f"method={self.method!r}"
+        return act(_kept(is_kept, branch) + by_pass)
 
 
 def _run(modules: Iterable[nn.Module], value: Tensor) -> Tensor:

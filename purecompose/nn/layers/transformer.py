@@ -184,9 +184,6 @@ def alibi_slopes(
     Returns:
         (H,), each between 0 and 1.
 
-    Raises:
-        TypeError, ValueError: H is not an int, or below 1.
-
     Example:
         >>> alibi_slopes(4).tolist()
         [0.25, 0.0625, 0.015625, 0.00390625]
@@ -223,9 +220,6 @@ def alibi_bias(
 
     Returns:
         (H, Q, L): head, query, key.
-
-    Raises:
-        TypeError, ValueError: H is not an int, or below 1.
 
     Example:
         >>> alibi_bias(1, 3, is_causal=False)[0].mul(256).tolist()

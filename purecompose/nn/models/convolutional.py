@@ -51,10 +51,6 @@ def mlp(in_features: Size, hidden: Widths, num_classes: Size, *, dropout: Dropou
         num_classes: Length of the logits.
         dropout: Probability of dropping a hidden value, [0, 1); at 0 there are no dropout layers.
 
-    Raises:
-        ValueError: A width is below 1, or the dropout is outside [0, 1).
-        TypeError: A width is not an int.
-
     Example:
         >>> import torch
         >>> mlp(64, (128, 32), 10)(torch.zeros(5, 1, 8, 8)).shape
@@ -80,9 +76,6 @@ def cnn(in_channels: Size, num_classes: Size, *, width: Size = 16, dropout: Drop
         num_classes: Length of the logits.
         width: Channels of the first convolution; the others have two, four and four times as many.
         dropout: Probability of dropping a feature before the classifier, [0, 1).
-
-    Raises:
-        ValueError: A size is below 1, or the dropout is outside [0, 1).
 
     Example:
         >>> import torch
@@ -129,10 +122,6 @@ def airbench(in_channels: Size, num_classes: Size, *, widths: Widths = (64, 256,
         in_channels: Channels of the images.
         num_classes: Length of the logits.
         widths: Channels of each stage. n stages take images from 2^n + 1 pixels a side up: three from 9x9.
-
-    Raises:
-        ValueError: A size is below 1.
-        TypeError: A size is not an int.
 
     Example:
         >>> import torch
@@ -304,10 +293,6 @@ def resnet18(in_channels: Size, num_classes: Size, *, width: Size = 64, small_im
         width: Channels of the first stage.
         small_images: True to begin with a 3x3 convolution that keeps the size, for images such as CIFAR-10's (32x32).
 
-    Raises:
-        ValueError: A size is below 1.
-        TypeError: A size is not an int.
-
     Example:
         >>> import torch
         >>> resnet18(3, 10, width=4)(torch.zeros(2, 3, 64, 64)).shape
@@ -327,10 +312,6 @@ def resnet50(in_channels: Size, num_classes: Size, *, width: Size = 64, small_im
         num_classes: Length of the logits.
         width: Channels of the 3x3 convolutions in the first stage, whose output has four times as many.
         small_images: True to begin with a 3x3 convolution that keeps the size, for images such as CIFAR-10's (32x32).
-
-    Raises:
-        ValueError: A size is below 1.
-        TypeError: A size is not an int.
 
     Example:
         >>> import torch

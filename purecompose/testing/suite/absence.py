@@ -156,13 +156,10 @@ def list_position_free(subject: Subject, case: Case) -> bool:
     for batch in [None, *case.batches()[:_FEW]]:
         if batch is not None:
             ours, theirs, event = after_batch(alone, ours, batch), after_batch(among, theirs, batch), None
-        compare(ours, _without_strangers(ours, theirs), ("alone", "between two bystanders"), event=event)
+        own = {name: slot for name, slot in theirs.slots.items() if name in ours.slots}
+        without = _with_metrics_of(ours, theirs.replace(slots=own))
+        compare(ours, without, ("alone", "between two bystanders"), event=event)
     return watched.acted
-
-
-def _without_strangers(reference: State, state: State) -> State:
-    slots = {name: slot for name, slot in state.slots.items() if name in reference.slots}
-    return _with_metrics_of(reference, state.replace(slots=slots))
 
 
 # Minimal number of batches to try, so that a method that acts every few batches can draw in two of them.

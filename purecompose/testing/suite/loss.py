@@ -12,8 +12,8 @@ from purecompose.core import loop
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import Step
 from purecompose.core.loop import forward, loop_events
-from purecompose.core.operation import Node, walk
-from purecompose.core.program import StateFn, events_in
+from purecompose.core.operation import walk
+from purecompose.core.program import events_in
 from purecompose.core.scopes import Grad, Microbatches
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
@@ -271,7 +271,8 @@ def mixtures_taken(subject: Subject, case: Case) -> bool:
     """Take steps together with a method that mixes targets, if the plain step with mixed targets works."""
     watched = Watched(subject.algorithm)
     for algorithms in ((), (watched.algorithm,)):
-        step = case.step(*algorithms, program=inserted(loop_events, _sum_after))
+        program = inserted(loop_events, lambda node: _check_sum if node is forward else None)
+        step = case.step(*algorithms, program=program)
         try:
             _take_steps(step.replace(algorithms=[*step.algorithms, _mixer()]), case)  # the last acts first
         except Broken:
@@ -284,10 +285,6 @@ def mixtures_taken(subject: Subject, case: Case) -> bool:
                 f"beside a method that mixes targets it raises {first_line(error)}", event=getattr(error, "event", None)
             ) from error
     return watched.acted
-
-
-def _sum_after(node: Node) -> StateFn | None:
-    return _check_sum if node is forward else None
 
 
 def _check_sum(state: State) -> State:

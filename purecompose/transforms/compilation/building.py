@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purecompose._support.contexts import storage_of
 from purecompose._support.internals import is_fake, is_transforming, unset_fake_temporarily
 from purecompose._support.messages import warn
 from purecompose.core.compose import Step
@@ -146,7 +147,14 @@ def of_chunk(boundary: Boundary, num: int) -> Boundary:
     """Return the boundary of one of `num` chunks of the members."""
     if num == 1:
         return boundary
-    signatures = {name: _of_chunk(signature, num) for name, signature in boundary.signatures.items()}
+
+    def one(spec: Spec, is_own: bool) -> Spec:
+        return spec._replace(shape=torch.Size((spec.shape[0] // num, *spec.shape[1:]))) if is_own else spec
+
+    signatures = {
+        name: signature.with_specs(map(one, signature.specs, _own(signature)))
+        for name, signature in boundary.signatures.items()
+    }
     donated = boundary.donated and {name: signatures[name] for name in boundary.donated}
     return replace(boundary, signatures=signatures, donated=donated)
 
@@ -193,13 +201,6 @@ def _own(signature: Signature) -> list[bool]:
     return [id(tensor) in own for tensor in tensors]
 
 
-def _of_chunk(signature: Signature, num: int) -> Signature:
-    return signature.with_specs(
-        spec._replace(shape=torch.Size((spec.shape[0] // num, *spec.shape[1:]))) if is_own else spec
-        for spec, is_own in zip(signature.specs, _own(signature), strict=True)
-    )
-
-
 def _of_all(spec: Spec, num: int) -> Spec:
     """Return the spec of the chunks' results joined, one member after the other, each laid out as before."""
     row = torch.empty_like(torch.empty_strided(spec.shape[1:], spec.stride[1:], device="meta"))
@@ -240,7 +241,7 @@ class SlicedPart:
             end, self.used, _ = self._run(Carry(state_of(boundary.static, None, before), boundary.used), purpose)
         self._is_building = False
         places = {id(tensor): Source(name, i) for name in reversed(FIELDS) for i, tensor in enumerate(fakes[name])}
-        buffers = {_storage(fakes[name][i]) for name, i in boundary.held if name}
+        buffers = {storage_of(fakes[name][i]) for name, i in boundary.held if name}
         self.writes: dict[str, Any] = {}
         self._views: list[tuple[str, int]] = []
         """Results that are views of donated buffers and are copied, because the end of the step will write there."""
@@ -250,7 +251,7 @@ class SlicedPart:
                 where = tuple(places.get(id(tensor), Source("", 0)) for tensor in tensors)
                 if name in ("loss", "metrics"):  # these outlive the step and must not be donated buffers
                     where = tuple(Source("", 0) if source in boundary.held else source for source in where)
-                views = [i for i, t in enumerate(tensors) if not where[i].field and _storage(t) in buffers]
+                views = [i for i, t in enumerate(tensors) if not where[i].field and storage_of(t) in buffers]
                 specs = [spec_of(t.clone()) if i in views else spec_of(t) for i, t in enumerate(tensors)]
                 self.writes[name] = signature.with_specs(specs), where
                 self._views += [(name, i) for i in views]
@@ -320,10 +321,6 @@ class SlicedPart:
         with unset_fake_temporarily():
             part = self._find(counted, boundary)
         return part, counts[-1]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 _NO_BUFFERS = StateBuffers({}, {name: [] for name in LASTING}, is_donated=False)

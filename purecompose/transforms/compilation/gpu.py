@@ -47,17 +47,16 @@ def _keeps_more(scheduler: Any, one: Any, other: Any) -> bool:
     if place - early.max_order < _FAR:
         return False
     read = (scheduler.name_to_buf.get(name) for name in {dep.name for dep in early.read_writes.reads})
-    ended = [buffer for buffer in read if buffer is not None and _is_over(buffer, place)]
+    ended = [
+        buffer
+        for buffer in read
+        if buffer is not None and all(getattr(user.node, "min_order", place) < place for user in buffer.users)
+    ]
     try:
         kept = sum(map(_bytes, ended)) - sum(map(_bytes, early.get_outputs()))
     except TypeError:  # a size is left open
         return False
     return kept > scheduler.score_fusion_memory(one, other)
-
-
-def _is_over(buffer: Any, place: int) -> bool:
-    """Return whether all readers of a buffer come before a place."""
-    return all(getattr(user.node, "min_order", place) < place for user in buffer.users)
 
 
 def _bytes(buffer: Any) -> int:

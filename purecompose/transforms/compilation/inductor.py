@@ -75,8 +75,13 @@ def constant_source(name: str) -> Any:
 
 
 def _import_builder() -> tuple[Any, Any, Any]:
-    config, instructions, cache = (importlib.import_module(f"torch._inductor.{name}") for name in _BUILDER)
-    _keep_headers_private(cache)
+    names = ("config", "cpu_vec_isa", "codecache")
+    config, instructions, cache = (importlib.import_module(f"torch._inductor.{name}") for name in names)
+    # Inductor keeps precompiled headers, which are compiled into kernels, under the shared temporary folder, whatever
+    # TORCHINDUCTOR_CACHE_DIR says. They belong into our cache folder if that is in use.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == str(_cache_folder()):
+        cache._HEADER_DIR = str(_cache_folder() / "precompiled_headers")
+        cache._HEADER_LOCK_DIR = str(_cache_folder() / "precompiled_headers" / "locks")
     return config, instructions, cache
 
 
@@ -84,7 +89,6 @@ def _import_modules() -> Inductor:
     return Inductor(*(importlib.import_module(f"torch{name}") for name in _MODULES))
 
 
-_BUILDER = ("config", "cpu_vec_isa", "codecache")
 _MODULES = (
     "._inductor",
     "._inductor.compile_fx",
@@ -131,16 +135,6 @@ def _precompile_header(builder: Future[tuple[Any, Any, Any]]) -> None:
     with contextlib.suppress(Exception):
         _, _, cache = builder.result()
         cache.CppPythonBindingsCodeCache.load_async("")
-
-
-def _keep_headers_private(cache: Any) -> None:
-    """Keep Inductor's precompiled headers, which are compiled into kernels, in our cache folder if that is in use.
-
-    Inductor keeps them under the shared temporary folder, whatever `TORCHINDUCTOR_CACHE_DIR` says.
-    """
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == str(_cache_folder()):
-        cache._HEADER_DIR = str(_cache_folder() / "precompiled_headers")
-        cache._HEADER_LOCK_DIR = str(_cache_folder() / "precompiled_headers" / "locks")
 
 
 def _cache_folder() -> pathlib.Path:

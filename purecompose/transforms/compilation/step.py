@@ -338,7 +338,7 @@ def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
     if unit is TimeUnit.EPOCH and run.batches_per_epoch is None:
         raise ValueError(
             "warmup: the run's length in batches is not known: give State.create batches_per_epoch (fit learns it from "
-            "the data only later), or a duration in batches; or call the step once for what you want compiled"
+            "the data only later), or a duration in batches"
         )
     end = None if run.duration is not None else state.timestamp.epoch + 1
     while not state.timestamp.is_finished() and state.timestamp.epoch != end:
