@@ -209,12 +209,10 @@ def _clipped_sums(grads: Grads, max_norm: float | Tensor) -> tuple[dict[str, Ten
 
 
 def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> dict[str, Tensor]:
-    """Return `state.gradient(state.params)` for some of the batch's examples.
+    """Return `state.gradient(state.params)` for some of the batch's examples, with the same draws as in the batch.
 
-    Parameters that have a gradient for the batch but not for these examples get zeros.
-
-    The loss is that of the step, including algorithms that act before it; examples have the same draws as in the batch.
-    Buffers, slots and metrics are not changed. If several processes share the batch, each computes its own part.
+    Parameters that have a gradient for the batch but not for these examples get zeros. The loss is that of the step,
+    including algorithms that act before it. If several processes share the batch, each computes its own part.
 
     Args:
         part: Consecutive examples, in the form of the batch.

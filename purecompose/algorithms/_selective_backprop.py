@@ -311,10 +311,10 @@ def check_outputs(name: str, loss_fn: losses.ModelLoss, outputs: Any, batch: Any
 
 
 def model_losses(name: str, loss_fn: losses.ModelLoss, outputs: Any, batch: Any) -> Tensor:
-    """Return a loss for each example, (N,): the mean over its labels that are not ignored.
+    """Return a loss for each example, (N,): the mean over its labels that are not ignored, 0 if there is none.
 
     These are the losses that the model returns, if it returns more than one number; otherwise the cross entropy of its
-    logits and the labels without the first `loss_fn.shift` ones. An example without counted labels has loss 0.
+    logits and the labels without the first `loss_fn.shift` ones.
     """
     check_outputs(name, loss_fn, outputs, batch)
     all_labels, own = loss_fn.labels_of(batch), _member(outputs, loss_fn.key)

@@ -148,10 +148,8 @@ def mixing(
     """Return a method that mixes pairs of examples, as `mix(rng, inputs, targets, alpha=alpha)` does.
 
     Args:
-        name, alpha: See `mixup`.
         given: The fields of the inputs and the targets, or `None` for the state's own.
         check: Function that is called with the name and the inputs, and raises if they cannot be mixed.
-        mix: The functional core.
         by_loss: True if losses are mixed, and not targets.
     """
 
@@ -211,15 +209,11 @@ def _check_no_ids(name: str, inputs: Any) -> None:
 
 
 def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None) -> float | Tensor:
-    """Return a draw from Beta(alpha, alpha), or 0 for an alpha of 0.
+    """Return a draw from Beta(alpha, alpha), or 0 for an alpha of 0: a number where the host can read it, or float32.
 
     Args:
-        rng: The source of the draw, which is for the whole batch or, with `num`, for each example.
         alpha: The parameter, at least 0; the value of a (0-d) tensor is not checked.
-        num: The number of examples with separate draws; `None` for one draw.
-
-    Returns:
-        The draw, 0-d or (num,), float32; a number where the host can read it at once.
+        num: The number of examples with separate draws, (num,); `None` for one draw, 0-d.
     """
     if not isinstance(alpha, Tensor):
         if alpha == 0:

@@ -1,12 +1,11 @@
 """Gradients, computed in one place by two equivalent engines.
 
 `torch.autograd.grad` over the functional call costs as much as an imperative loop, and records a graph if a leaf
-requires an outer gradient. Under a transform of `torch.func` it runs within `torch.func.vjp`, without which torch would
-silently return wrong gradients of gradients.
+requires an outer gradient. Under a transform of `torch.func` it runs within `torch.func.vjp`, without which gradients
+of gradients would be wrong.
 
-A parameter that the loss does not reach has no gradient, as in PyTorch, where its `grad` is `None`: it is absent from
-`state.grads`, and the update leaves it and its optimizer state as they are. A gradient of zeros is something else:
-weight decay, momentum and Adam move its parameter.
+A parameter that the loss does not reach has no gradient: it is absent from `state.grads`, and the update leaves it as
+it is. With a gradient of zeros, weight decay, momentum and Adam would move it.
 """
 
 import functools

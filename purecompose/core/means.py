@@ -1,10 +1,10 @@
 """Losses of slices of the batch: means weighted by terms, and losses that couple the examples of several slices.
 
-The mean over slices is the loss of the batch only if the loss is a mean over examples, which `separable` checks. A
-loss that compares examples with each other is declared by `losses.over_batch`. The outputs of all slices are then
-computed first, without a graph; the loss of all of them together has a gradient with respect to each output; and
-each slice runs again and propagates its part of that gradient back to the parameters. See "GradCache": Gao et al.:
-Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup. 2021. https://arxiv.org/abs/2101.06983
+The mean over slices is the loss of the batch if the loss is a mean over examples, which `separable` checks. For one
+that compares examples (`losses.over_batch`), the outputs of all slices are computed first, without a graph; their loss
+has a gradient with respect to each output; and each slice runs again and propagates its part of that gradient back. See
+"GradCache": Gao et al.: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup. 2021.
+https://arxiv.org/abs/2101.06983
 """
 
 from collections.abc import Callable, Sequence

@@ -169,12 +169,9 @@ class SharedPart:
     what its own loss makes of them, 0 or NaN, does not.
 
     Attributes:
-        ranks: The processes.
         start: Index of the first example in the batch of all ranks.
         size: Number of examples; 0 for a rank without a part.
-        total: Number of examples in the batch.
-        batch: The batch of all ranks.
-        shares_statistics: True if batch normalisation uses the statistics of all ranks' parts.
+        total: Number of examples in the batch of all ranks.
         is_cut_alike: True if all ranks cut their parts into equally many slices, because each slice sends messages.
         weight: The weight of this rank's loss; known after the loss.
     """

@@ -71,7 +71,7 @@ def in_slices(
     Args:
         to_whole_loss: For a loss that couples examples, the part of the body before its loss, and the operation that
             sets `whole_loss` from all outputs; `None` if there is no such part.
-        count: Function that returns the denominators of a stage in the body, if it has some.
+        count: Function that returns the denominators of a stage in the body.
     """
 
     def run(carry: Carry, purpose: Purpose) -> Carry:

@@ -1,11 +1,10 @@
 """The check that a batch may be cut: examples do not reach each other, and the loss is the mean over parts of a batch.
 
-Microbatches, several processes, gradient accumulation and evaluation compute means over parts. A few examples of the
-batch are given to the loss together and in two halves, at the network's outputs and at others. The gradient with
-respect to each output must be the same, times the weight of its half; and the network's outputs for an example must not
-change with the other examples. Where a stage of your own computes the loss, or outputs do not have a row for each
-example, gradients with respect to the parameters are compared. All this is in double precision where the code permits
-it, so that a term of any weight is seen.
+A few examples of the batch are given to the loss together and in two halves, at the network's outputs and at others.
+The gradient with respect to each output must be the same, times the weight of its half; and the network's outputs for
+an example must not change with the other examples. Where a stage of your own computes the loss, or outputs do not have
+a row for each example, gradients with respect to the parameters are compared. All this is in double precision where the
+code permits it, so that a term of any weight is seen.
 """
 
 import itertools
@@ -109,7 +108,7 @@ def check_scope(
     Args:
         until_loss: The part of it before the stage that evaluates the state's loss; `None` if there is none.
         stage: The name of the stage of your own that computes the loss; empty if that is the state's loss.
-        count: Function that returns the denominators of a stage in it; see `denominators`.
+        count: Function that returns the denominators of a stage in it.
         cut: The number or size of slices: the check takes the memory of about one.
     """
     state = carry.state
@@ -224,8 +223,8 @@ def _run(operation: Operation, carry: Carry) -> Carry:
 def _compare_mixed(until_loss: Operation, carry: Carry, end: State) -> bool:
     """Warn if outputs of the last examples change when two of them take the places of the others, or without these.
 
-    Without the others, the batch is smaller and so rounded otherwise: only large changes count, as by a capacity. None
-    count if the network draws, as it may draw for all examples in the shape that those of a few have.
+    Without the others, the batch is smaller and so rounded otherwise: only large changes count, as by a capacity, and
+    none if the network draws.
 
     Returns:
         True; or False if outputs without the others are not fewer, such as those of the members of an ensemble.
@@ -297,8 +296,8 @@ def _have_rows(state: State) -> bool:
 def _spread(state: State, most: int) -> Tensor:
     """Return the indices of a few examples from the first to the last, since batches may be sorted.
 
-    They and their halves are not as many as the rows of a tensor that all examples share, which would be cut, too; and
-    they are not as many as the steps of sequences, if possible, which would be taken for them where they come first.
+    They and their halves are not as many as the rows of a tensor that all examples share, which would be cut, too; nor,
+    if possible, as the steps of sequences, which would be taken for them where they come first.
     """
     num, given = state.num_examples, batches.tensors(state.batch)
     shared = {one.shape[0] for one in given if one.ndim and one.shape[0] not in (1, num)}

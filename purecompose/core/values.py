@@ -319,7 +319,7 @@ def memory_for(
 
     Args:
         is_new: True if frozen parameters need not keep their memory, because there was no step yet.
-        key: The state's key, from which a population is known by its members.
+        key: The state's key, which tells whether it is a population's.
     """
     if key is not None and key.ndim > 1:
         members = [tree.map(lambda leaf, i=i: leaf[i], (dict(params), opt_state)) for i in range(len(key))]

@@ -1,12 +1,11 @@
 """Replacements for kernels of torch that lack derivatives, batching rules or tracing, or know one process only.
 
-Batch normalisation over a batch of which several processes compute a part each: each process computes mean and variance
-of its own values. From them two numbers for each channel follow. Their sums over the processes give the statistics of
-the whole batch, by which all normalise, and which update the running statistics as in one process. The backward pass
-adds up two numbers for each channel, too.
+Batch normalisation over a batch of which several processes compute a part each: from mean and variance of its own
+values, each process derives two numbers for each channel. Their sums over the processes give the statistics of the
+whole batch, by which all normalise. The backward pass adds up two numbers for each channel, too.
 
-Attention of short sequences in half precision: torch's fused kernel for the CPU never stores the attention weights,
-which saves memory on long sequences; on short ones its products are too small to be efficient, especially backward.
+Attention of short sequences in half precision: torch's fused kernel for the CPU never stores the attention weights, and
+its products are too small to be efficient on short sequences, especially backward.
 """
 
 import functools
@@ -185,10 +184,8 @@ def _widened(narrow: torch.dtype, func: Any, input: Tensor, *args: Any, **kwargs
 class _Attention(TorchFunctionMode):
     """Mode that runs attention in the dtype of `_ATTENTION`, or autocast's, and returns the result in autocast's.
 
-    With `by_products` short sequences have products in autocast's dtype instead.
-
-    Under transforms it is needed for any dtype: under autocast, torch.func.grad records the operations of plain
-    attention with the dtypes from before the cast.
+    With `by_products` short sequences have products in autocast's dtype instead. Under transforms it is needed for any
+    dtype: torch.func.grad records the operations of plain attention with the dtypes from before the cast.
     """
 
     def __init__(self, narrow: torch.dtype, device: str, *, by_products: bool = False) -> None:
@@ -234,8 +231,8 @@ def short_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor | None:
-    """Return `F.scaled_dot_product_attention` in bfloat16 or float16, its dimensions ordered in memory as those of the
-    query, as by torch's kernel; `None` for long sequences and for tensors not of a floating dtype up to float32.
+    """Return `F.scaled_dot_product_attention` in bfloat16 or float16, its dimensions ordered in memory as torch's
+    kernel does; `None` for long sequences and for tensors not of a floating dtype up to float32.
 
     Scores and weights are rounded to the dtype; the softmax is computed in float32.
     """

@@ -160,7 +160,7 @@ def from_module(
     `is_shared` new tensors on the same memory.
 
     Parameters that are one object, or have the same memory, shape, strides and `requires_grad`, are tied, and so are
-    buffers. With `is_shared`, only parameters and buffers that are one object are tied.
+    buffers. With `is_shared`, only tensors that are one object are tied.
 
     Raises:
         TypeError, ValueError: The module cannot be split (see `splitting`) or copied, or a pattern of modes matches no

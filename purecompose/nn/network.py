@@ -37,8 +37,8 @@ from purecompose.nn.skeleton import Skeleton
 class GatheredOnUse(TorchFunctionMode):
     """Mode in which functions of torch that are given divided tensors compute on all of their rows.
 
-    So the parameters of a network are whole only while they are used, one layer at a time. All processes must call the
-    same functions in the same order.
+    So parameters are whole only while they are used, one layer at a time. All processes must call the same functions in
+    the same order.
 
     Args:
         gather: Function that returns all rows of each of the divided tensors that a function of torch reads.
@@ -168,16 +168,14 @@ def call_model(
         params, buffers: All parameters and buffers by name; others may be among them.
         inputs: One argument, a list of arguments, or a mapping of keyword arguments.
         keyed: Function that returns the scope of the network's draws; called only if it draws.
-        precision: "fp32", "tf32", "bf16" or "fp16", as in `State.create`.
+        precision: As in `State.create`.
 
     Returns:
         The outputs, in float32 where autocast made them bfloat16 or float16, and the buffers after the pass.
 
     Raises:
-        KeyError: A tensor of the architecture is missing.
         UnkeyedRandomError: The network uses a random function that no key can cover.
-        RuntimeError: The network wrote into a parameter. The first pass through a model is stopped before the write; in
-            a later pass the write is detected afterwards.
+        RuntimeError: The network wrote into a parameter, which only the first pass through a model prevents.
     """
     skeleton, gathered = model.skeleton(train), gathered_on_use(params)
     device = _device(params)

@@ -306,8 +306,8 @@ def _content(container: Any, key: Any) -> Any:
 def _mark_parameters(tensors: list[Tensor]) -> None:
     """Mark tensors that require a gradient, so that isinstance(tensor, nn.Parameter) is true for them.
 
-    A ParameterList, when it is sliced or an item is put into it, would otherwise wrap the tensor in a new parameter,
-    detached from the graph. Tensors of a state at rest, which need no gradient, are not marked.
+    A ParameterList that is sliced, or into which an item is put, would otherwise wrap the tensor in a new parameter,
+    detached from the graph.
     """
     for tensor in tensors:
         if tensor.requires_grad:

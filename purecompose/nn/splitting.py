@@ -165,7 +165,7 @@ _EXACT = frozenset({type(None), bool, int, str, bytes, torch.dtype, torch.device
 def is_alike(first: Any, other: Any, seen: dict[int, int] | None = None) -> bool:
     """Return whether two modules, or two values in them, differ in the numbers of tensors only.
 
-    What is neither a module, a tensor, a container nor a plain value counts as different, even if it is the same.
+    Other objects than modules, tensors, containers and plain values count as different, even if they are the same.
     """
     kind = type(first)
     if kind is not type(other):

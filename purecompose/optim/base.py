@@ -186,8 +186,8 @@ def _checks_of(kind: type) -> dict[str, tuple[Check, bool]]:
 def cells(rule: ByGroup, names: tuple[str, ...], forms: tuple[Hashable, ...] | None = None) -> tuple[Cell, ...]:
     """Split parameter names by the first group whose pattern they match; the rest keep the rule's options.
 
-    A cell's rule is the optimizer itself with the group's options applied, and without groups. Groups with
-    equal options share a cell, and empty cells are left out.
+    A cell's rule is the optimizer with the group's options, and without groups. Groups with equal options share a cell,
+    and empty cells are left out.
 
     Args:
         forms: The form of each parameter, if the optimizer treats forms differently.

@@ -1,9 +1,8 @@
 """Arithmetic on lists of tensors, in which the optimizers' rules are written, and rules that move only some rows.
 
-Each function on lists has two forms. One uses torch's `_foreach` kernels: one call for all tensors, which is one launch
-on a GPU and about half the overhead on a CPU. The other is a plain loop, used under autograd and function transforms:
-`_foreach` has no batching rules (under vmap it raises, torch 2.13), and its in-place kernels would overwrite tensors
-that autograd has saved. Tensors of a pair have the same shape, except where a 0-d partner is mentioned. Results have
+Each function on lists has two forms. One uses torch's `_foreach` kernels: one launch on a GPU for all tensors, and
+about half the overhead on a CPU. The other is a plain loop, used under autograd and function transforms, for which
+`_foreach` has no rules. Tensors of a pair have the same shape, except where a 0-d partner is mentioned. Results have
 the dtypes of the xs, also with a 0-d partner of a wider dtype, such as a schedule's value.
 
 Rules for rows of a table that the batch has looked up move what optimizers for sparse gradients do. A row of a
@@ -12,8 +11,8 @@ the whole row is zero. So a rule is a function of dense gradients, and works whe
 
 In a traced step the update of a large table is one operation, `purecompose::rows`. Where its gradient is that of an
 embedding, the graph gets `purecompose::rows_at` instead, which is given the looked-up rows, and where the results
-replace donated buffers `purecompose::rows_at_`, which writes these rows only (`transforms/compilation/updates.py`).
-The dense gradient is then computed nowhere.
+replace donated buffers `purecompose::rows_at_`, which writes these rows only (`transforms/compilation/updates.py`). The
+dense gradient is then computed nowhere.
 """
 
 from __future__ import annotations

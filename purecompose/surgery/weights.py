@@ -200,10 +200,9 @@ def statistics_of(model: models.Model) -> Statistics:
 
 
 class _Measuring:
-    """Hooks that write the statistics of layers' inputs into the layers' buffers.
+    """Hooks that write the statistics of layers' inputs into the layers' buffers; only one pass may run at a time.
 
-    The kernel's momentum update cannot be used: it does not declare that it writes, so a compiler removes it from a
-    pass whose outputs are not read. Only one pass may run at a time.
+    The kernel does not declare its momentum update, so a compiler removes it from a pass whose outputs are not read.
     """
 
     def __init__(self) -> None:

@@ -340,7 +340,6 @@ def find_moments(
     outside the loop if it acts within.
 
     Args:
-        predicate: The predicate of an algorithm.
         batches_per_epoch, epochs: Minimal lengths of the epoch and of the run.
         samples, tokens: Their numbers in a batch.
         room: Number of batches that the run should have after a start at which it acts, if that is possible.

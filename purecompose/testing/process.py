@@ -339,8 +339,8 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
     """Simulate the processes of `data_parallel(step)` one after the other.
 
-    A process that needs a number from the others is abandoned, and starts again when all have reached that point. This
-    works because its function is pure, and does the same each time.
+    A process that needs a number from the others is abandoned, and starts again when all have reached that point, which
+    its pure function does each time.
 
     Returns:
         A function that takes a function of each process's step, and returns the results, process by process. It raises

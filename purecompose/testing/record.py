@@ -121,10 +121,9 @@ class Watched:
         *,
         with_init: bool = False,
     ) -> None:
-        """Take an algorithm, and a function to call instead of each application.
+        """Take an algorithm, and a function `around(event, state, act) -> state` to call instead of each application.
 
-        That is `around(event, state, act) -> state`, where `act(state)` is the algorithm's result; by default only
-        that. INIT is not observed, unless `with_init` is true.
+        `act(state)` is the algorithm's result. INIT is not observed, unless `with_init` is true.
         """
         self._inner, self._around, self._with_init = algorithm, around, with_init
         self.algorithm = dataclasses.replace(algorithm, apply=self._apply)

@@ -47,7 +47,7 @@ class Shared(Scope):
 
     Args:
         ranks: The processes; `None` if there is only one.
-        is_checked: True if they are known to have the same states and batches, and to send messages of one form.
+        is_checked: True if they are known to have the same states and batches.
     """
 
     body: Program

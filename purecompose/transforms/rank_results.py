@@ -207,8 +207,8 @@ def averaged(
         after: The state after this rank's part, without its gradients.
         own: These gradients; the dictionary is emptied.
         sum_gradients: What sums gradients over the ranks, if not a message that all of them receive.
-        shares_statistics: True if the network normalises by statistics of the whole batch, so that the gradient of a
-            part whose loss does not count is one of other parts' losses.
+        shares_statistics: True if a part whose loss does not count has gradients of other parts' losses; see
+            `SharedPart`.
     """
     # A part may reach parameters that others do not, and all ranks must send the same tensors. Traced steps have no
     # values for these flags and do not need them: all ranks have the same graph.

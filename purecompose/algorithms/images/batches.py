@@ -94,8 +94,8 @@ def with_images_and_targets(
         fields: The given fields of input and target, `None` for the state's own.
         change: A function `(rng, images, targets) -> (images, targets)`. Targets are `None` if they are not read, and
             are returned as the same object if they do not change.
-        takes_targets: Read the targets. With "auto" their field may be read-only as long as they do not change; with a
-            model that computes its own loss, they are read only if their field is given.
+        takes_targets: Read the targets. With "auto" their field may be read-only as long as they do not change; a
+            model's own loss reads them only if their field is given.
     """
     if takes_targets == "auto" and fields[1] is None and isinstance(state.context.loss, losses.ModelLoss):
         takes_targets = False
@@ -173,7 +173,7 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
     Returns:
         For each treatment the indices of its images, int64; and for each image its position in the concatenation of
         these lists, (num,). All lists have the same length: the last image of a list may belong to another one, and its
-        result here is not used.
+        result is then not used.
     """
     order = random.permutation(rng.named("order"), num)
     treatments = random.permutation(rng.named("treatments"), num_treatments)

@@ -115,9 +115,9 @@ class Draws(TorchFunctionMode):
     ) -> Tensor:
         """Return the next keyed draw, `sampler(rng, shape)` on a device.
 
-        If `shape[0]` is `num_examples * m` with m >= 1, leading index j holds element `j % m` of example
-        `first_example + j // m`. A single number, of shape (), is drawn for the whole batch. Otherwise, and unless the
-        draw is `per_example`, there is one for all examples of this pass, another one for each `first_example`.
+        If `shape[0]` is `num_examples * m`, leading index j holds element `j % m` of example `first_example + j // m`.
+        A single number, of shape (), is drawn for the whole batch. Otherwise, and unless the draw is `per_example`,
+        there is one for all examples of this pass, another one for each `first_example`.
         """
         self._check_replayable(func)
         shape = tuple(shape)
@@ -168,8 +168,8 @@ class Draws(TorchFunctionMode):
     def _check_replayable(self, func: Any) -> None:
         """Raise inside of torch's own checkpoint, which cannot repeat the draws of a recomputed forward.
 
-        Its recomputation would read the global generator, or continue counting from the end of the forward, which
-        would silently give the gradient of another function. Only `checkpoint` knows the draw to restart from.
+        Its gradient would be that of another function, without an error. Only `checkpoint` knows the draw to restart
+        from.
         """
         if is_under_foreign_checkpoint(self.replayable_hooks):
             why = "was called under `torch.utils.checkpoint`, which cannot replay its key"

@@ -379,8 +379,8 @@ def _gumbel_softmax(
 ) -> Tensor:
     """Return softmax((logits + g) / tau), g = -log(Exp(1)); if `hard`, its one-hot form with the soft form's gradient.
 
-    Torch's composite takes the logarithm in the dtype of the logits, which is coarse in half precision, and scatters
-    the one-hot form in place, as `vmap` cannot do.
+    Torch's composite takes a coarse logarithm in half precision, and scatters the one-hot form in place, as `vmap`
+    cannot.
     """
     del eps  # without effect in torch, too
     gumbels = -_clocks(draws, func, logits).log().to(logits.dtype)
@@ -394,9 +394,8 @@ def _gumbel_softmax(
 def past_dispatch(func: types.FunctionType) -> types.FunctionType:
     """Return a copy of `func` that does not check whether a mode overrides it.
 
-    With the mode on, the check would succeed again and again, without end. The copy shares the code and a snapshot of
-    the module's names, taken at first use, in which the check always returns False; the functions that it calls still
-    perform their own checks.
+    With the mode on, the check would succeed without end. The copy has a snapshot of the module's names, taken at first
+    use, in which the check returns False; the functions that it calls still perform their own checks.
     """
     questions = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     names = {**func.__globals__, **{question: lambda *args: False for question in questions}}

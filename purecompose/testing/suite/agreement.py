@@ -510,9 +510,9 @@ def compiled_agrees(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 def _turns() -> Algorithm:
     """Return an algorithm that cuts the step before and after AFTER_TRAIN_BATCH, with two variants of the last part.
 
-    The cut needs something that may vary on both sides. Before it nothing ever does (the turn comes after 2**40
-    batches), since the part with the network's gradient takes long to trace. Variants alternate in threes, because an
-    algorithm that wrongly counts its calls, to act in every second step, would agree with variants in twos.
+    A cut needs something that may vary on both sides, but before it nothing ever does (2**40 batches), since the part
+    with the network's gradient takes long to trace. Variants alternate in threes: an algorithm that wrongly counts its
+    calls, to act in every second step, would agree with variants in twos.
     """
     match = on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END) & every(3) | on(Event.BATCH_START) & every(2**40)
     return Algorithm(f"{COMPANY}turns", match, lambda event, state: state)

@@ -109,7 +109,7 @@ def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> b
 
     With a jump or kink near the point, a large third derivative, or rounding to float32 inside the function, the
     quotient changes with the step size. At a kink in the point itself, the one-sided quotients differ by an amount that
-    does not shrink with the step size, as it would for a smooth function.
+    does not shrink with it.
     """
     quotients, jumps = [], []
     for size in _SIZES:

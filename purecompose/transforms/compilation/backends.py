@@ -242,12 +242,11 @@ def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
 
 
 class _AsTraced(fx.Interpreter):
-    """An interpreter whose results have the dtypes and strides that were traced.
+    """An interpreter whose results have the dtypes and strides that were traced, which later operations rely on.
 
     A decomposition may return another dtype than the kernel (the gradient of a softmax from bfloat16 to float32, torch
-    2.14), or other strides (`cat` of one tensor that is not empty, torch 2.13), which later operations do not fit.
-
-    Custom operators that write into arguments run on copies, which are copied back: `functionalize` rejects them.
+    2.14), or other strides (`cat` of one tensor that is not empty, torch 2.13). Custom operators that write into
+    arguments run on copies, which are copied back: `functionalize` rejects them.
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

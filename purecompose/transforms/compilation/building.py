@@ -224,11 +224,7 @@ class SlicedPart:
     def __init__(
         self, scope: Lowered, boundary: Boundary, find: Callable[[Operation, Boundary], CompiledPart], purpose: Purpose
     ) -> None:
-        """Build the slices' graphs for an incoming state.
-
-        Args:
-            find: Function that returns the compiled part of a body for the boundary at its start.
-        """
+        """Build the slices' graphs for an incoming state; `find` returns the compiled part of a body."""
         assert scope.with_slices is not None
         self._find, self._boundary, self._is_building = find, boundary, True
         self._purpose = purpose

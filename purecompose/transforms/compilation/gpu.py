@@ -105,14 +105,12 @@ _LONGEST = 32
 
 
 def recompute_signs(graph: fx.GraphModule) -> int:
-    """Let comparisons of a ReLU with 0 read the argument of the ReLU, computed again from one tensor.
+    """Let comparisons of a ReLU with 0 read the argument of the ReLU, computed again from one tensor; return their
+    number.
 
     The numbers of the graph stay the same: `relu(x) <= 0` where `x <= 0`, also for NaN. A fused kernel does not round
     the argument to half precision, so that the sign of a number next to 0 may be another. It is done where the tensor
     from which the argument is computed, by elementwise operations with small tensors, is in memory at that time anyway.
-
-    Returns:
-        The number of comparisons.
     """
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     num = 0
@@ -331,24 +329,21 @@ def check_on_device(graph: fx.GraphModule, device: torch.device) -> None:
 class Replay:
     """A compiled part, recorded at its second call: the first one loads kernels and chooses algorithms.
 
-    A recording repeats the same kernels with the same arguments, so it assumes of the part and its calls:
+    A recording repeats the same kernels with the same arguments, so it assumes of the part and its calls, which
+    `Options.checked` ensures:
 
-    * *Fixed addresses.* The bound arguments are donated buffers, which stay where they are; a part has a recording for
-      each set of them. All other arguments are copied to fixed places. What the part allocates, results included, is in
-      the recording's own memory, which the next replay overwrites, so results are copied out.
+    * *Fixed addresses.* The bound arguments are donated buffers, and a part has a recording for each set of them. All
+      other arguments are copied to fixed places. What the part allocates is in the recording's own memory, which the
+      next replay overwrites, so results are copied out.
     * *No host work between kernels.* The part is one graph that reads no value and copies nothing between host and
-      device. It draws by counters from keys, which are arguments, and not from a generator. Time and schedules are
-      an argument too, the clock, which is sent to the device before the call.
+      device. It draws by keys, which are arguments, as is the clock, which is sent to the device before the call.
     * *Static shapes and numbers.* The look-up of the part has compared shapes, strides and dtypes of all arguments.
       What kernels take by value, such as sizes and the settings of an optimizer, are constants of the code.
 
-    `Options.checked` refuses steps of which this is not true. Of a step in several parts, only the first one is
-    recorded, since the results of one part, which the next one takes, are in new memory.
+    Of a step in several parts, only the first one is recorded, since what the next one takes is in new memory.
 
     Args:
-        call: The part.
-        num_bound: The number of leading arguments that are the same tensors in every call. The others are copied to
-            fixed places.
+        num_bound: The number of leading arguments that are the same tensors in every call.
     """
 
     def __init__(self, call: Compiled, num_bound: int) -> None:

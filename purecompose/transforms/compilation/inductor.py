@@ -56,8 +56,8 @@ class _Imports(NamedTuple):
 def _import() -> _Imports:
     """Return futures of the modules, which are imported on first use because it takes seconds.
 
-    The import runs in a separate thread, which Ctrl-C does not interrupt: Inductor's kernels are registered in a table
-    during import, and an import that is interrupted and started again would leave some of them out.
+    Ctrl-C does not interrupt the import in a thread: Inductor's kernels are registered in a table, of which an import
+    that is interrupted and started again would leave some out.
     """
     pool = ThreadPoolExecutor(1)
     imports = _Imports(pool.submit(_import_builder), pool.submit(_import_modules))
@@ -106,8 +106,8 @@ _MODULES = (
 def _start_compiler(builder: Future[tuple[Any, Any, Any]]) -> Future[None]:
     """Return a future that is done when the vector instructions are known; the header is compiled after that.
 
-    Both wait for processes, so the thread leaves Python's lock to the import and to the trace of the step. What fails
-    here is left to Inductor, which does it again, and whose errors say what is wrong.
+    Both wait for processes, so the thread leaves Python's lock to the import and to the trace of the step. Inductor
+    does again what fails here, with errors that say what is wrong.
     """
     pool = ThreadPoolExecutor(1)
     known = pool.submit(_find_instructions, builder)

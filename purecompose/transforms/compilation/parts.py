@@ -150,7 +150,7 @@ class CompiledPart:
 
         Args:
             form: The parts of the graph that must match on all ranks, if several processes share each batch.
-            replays: True if it is recorded as a CUDA graph, one for each set of buffers.
+            replays: True if it is recorded as a CUDA graph.
         """
         self.call, self.form, self.variant, self._replays = call, form, variant, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
@@ -307,8 +307,8 @@ class Segments:
     """The cuts of one step.
 
     A scope, an update, and the nodes between them may each be a segment. A boundary costs some microseconds, so a cut
-    is made only between two pieces that both depend on the schedule: if only one piece varies, the whole has as many
-    variants as the piece.
+    is made only between two pieces that both depend on the schedule: otherwise the whole has as many variants as one
+    piece.
     """
 
     def __init__(self, step: Step) -> None:

@@ -35,10 +35,11 @@ _STRIDED = (_aten.as_strided.default, _aten.as_strided_scatter.default)
 
 
 def with_channels_last(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph that computes its two-dimensional convolutions in channels-last.
+    """Return a graph that computes its two-dimensional convolutions in channels-last; results keep the strides of the
+    trace.
 
-    Results keep the strides of the trace. A graph that needs other strides than these two layouts have, for results or
-    for an operation such as `view_as_complex`, is returned unchanged.
+    A graph that needs other strides than these two layouts have, for results or for an operation such as
+    `view_as_complex`, is returned unchanged.
 
     Args:
         module: The graph, whose nodes carry fake tensors (`meta["val"]`). Pure except for `copy_` into placeholders,
@@ -123,12 +124,11 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """Return the gradient of `nll_loss`, or of `nll_loss2d`, with respect to its input.
+    """Return the gradient of `nll_loss`, or of `nll_loss2d`, with respect to its input, with the bits of torch's
+    decomposition.
 
-    The bits are those of torch's decomposition, which writes -1 into a tensor of zeros at the places of the targets.
-    Such a write is a kernel of its own, before and after which the tensor, which is as large as the logits, is in
-    memory. A comparison with the number of each class becomes part of the kernel that uses it; on a CPU it is as fast
-    only for 32 bits.
+    That writes -1 into a tensor of zeros, as large as the logits, in a kernel of its own. A comparison with the number
+    of each class becomes part of the kernel that uses it; on a CPU it is as fast only for 32 bits.
     """
     dim = 0 if self.dim() < 2 else 1
     if reduction == _MEAN:

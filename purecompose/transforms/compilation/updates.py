@@ -43,13 +43,12 @@ def in_sending_order(
     A traced step sends its gradients after the last product of the backward pass, and waits for each message at once.
     In this order a message is sent as soon as what it contains is known, while the backward pass goes on.
 
-    Messages that reduce tensors come in the order in which they depend on each other, and otherwise as traced. All
-    processes have the same order, even if their graphs differ in other operations, as those of unequal parts of a
-    batch may. Writes into parameters, and waits for messages, come as soon as they can, but `_AHEAD` messages later
-    than that which they need: otherwise each message would be waited for at once. A graph without writes, such as that
-    of a slice, would wait for all of them at its end, and until then keep what they send in memory. Where parameters
-    are gathered again, a reduction is waited for before the next gather: the same processes send one message after the
-    other, and the pass waits for the gather at once, so that a later wait would save no time.
+    Messages that reduce tensors come in the order in which they depend on each other, and otherwise as traced, so that
+    all processes have the same order. Writes into parameters, and waits for messages, come as soon as they can, but
+    `_AHEAD` messages later than that which they need, which would be waited for at once otherwise. A graph without
+    writes, such as that of a slice, would keep all messages in memory until its end. Where parameters are gathered
+    again, a reduction is waited for before the next gather, which the same processes send after it and wait for at
+    once.
 
     Args:
         before: The nodes that must come before each node, as the bits of an integer, with its own.
@@ -174,10 +173,9 @@ _WRITES = (torch.ops.aten.copy_.default, *UPDATES)
 def write_early(module: fx.GraphModule, operations: Collection[Any] = _WRITES) -> None:
     """Reorder a graph in place, so that messages and writes into placeholders come as soon as their values are known.
 
-    A traced step computes all gradients, then all new values, and then writes them, so that all of them are in memory
-    together. Here each layer's parameters move as soon as the backward pass has left the layer; if gradients are sent
-    to other processes, a few messages later. Operations keep their order wherever one writes into memory that the other
-    reads or writes.
+    As traced, all gradients and all new values would be in memory together. Here each layer's parameters move as soon
+    as the backward pass has left the layer; if gradients are sent to other processes, a few messages later. Operations
+    keep their order wherever one writes into memory that the other reads or writes.
     """
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     needs = _dependencies(nodes)
