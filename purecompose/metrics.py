@@ -411,8 +411,7 @@ def _check_values(fn: object, values: object, count: int) -> None:
     if values.ndim and values.shape[0] != count:
         raise ValueError(
             f"expected a 0-d tensor or {count} rows, one per example, from the metric {fn!r}, got shape "
-            f"{tuple(values.shape)}; keep the batch dim first or average over it; to leave examples out, write a "
-            "Metric(init, update, compute), whose accumulator counts those that it includes"
+            f"{tuple(values.shape)}; keep the batch dim first or average over it"
         )
 
 

@@ -134,12 +134,11 @@ def _attention(module: SelfAttention, site: surgery.Site) -> nn.Module:
     if is_own or parts - {"qk_norm"} != {"qkv", "out"}:
         raise ValueError(
             f"{where}, got a {kind.__name__}, which overrides forward or bias, or has other parameters; replace it "
-            "by a rule of your own (surgery.operate), or leave it out of where="
+            "by a rule of your own (surgery.operate)"
         )
     if has_hooks(module):
         raise ValueError(
-            f"{where}, got one with hooks or with a forward set on the instance, which would be lost; remove them, or "
-            "leave it out of where="
+            f"{where}, got one with hooks or with a forward set on the instance, which would be lost; remove them"
         )
     return AlibiAttention(module)
 

@@ -372,7 +372,7 @@ def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
         if collect(rate, Hparam):
             raise ValueError(
                 f"{name}: swa_lr={annealed.last} replaces the learning rate, which is {rate!r}: leave the hparam out "
-                "of the rate, or leave swa_lr out"
+                "of the rate"
             )
         schedules = tuple(one for one in factors_of(rate) if isinstance(one, Schedule))
         earlier = next((one.fn for one in schedules if isinstance(one.fn, _Annealed)), None)

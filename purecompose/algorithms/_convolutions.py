@@ -75,7 +75,7 @@ def blurpool(
         Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
     """
     if not replace_convs and not replace_maxpools:
-        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
+        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither")
 
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
         del site

@@ -236,6 +236,6 @@ def _pasted_maps(mixture: Mixture, partners: Tensor, inside: Tensor, interpolate
         raise ValueError(
             f"cutmix: interpolate_loss=True: expected one target per image, got shape "
             f"{tuple(mixture.targets[0].shape)}, one target per pixel: these are pasted like the images, so there are "
-            "no two losses to mix; leave interpolate_loss out"
+            "no two losses to mix"
         )
     return mixture.pasted(partners, inside)

@@ -26,8 +26,7 @@ Distribution = Literal["uniform", "linear"]
 
 _ADVICE = (
     "A block is recognized by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
-    "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Use these "
-    "names in the network, or leave the method out"
+    "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm"
 )
 
 

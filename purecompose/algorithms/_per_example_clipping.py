@@ -272,8 +272,7 @@ def _check_layers(name: str, network: nn.Module) -> None:
         named = f"{', '.join(shown[:5])}{', ...' if len(shown) > 5 else ''}"
         raise ValueError(
             f"{name}: expected a network that treats each example separately, got layers that use statistics of the "
-            f"whole batch: {named}. Replace them by nn.GroupNorm or nn.LayerNorm (surgery.operate replaces them all), "
-            "or call .eval() on them before State.create, so that they use their running statistics"
+            f"whole batch: {named}. Replace them by nn.GroupNorm or nn.LayerNorm (surgery.operate replaces them all)"
         )
 
 

@@ -187,8 +187,7 @@ def _half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
             return changed
         warn(
             f"{name} has no effect under precision={precision!r}: torch's normalisations are single kernels already, "
-            f"and only a forward pass in half precision has less to read and write. Give State.create "
-            f"precision='bf16', or leave {name} out"
+            "and only a forward pass in half precision, State.create(precision='bf16'), has less to read and write"
         )
         return state
 

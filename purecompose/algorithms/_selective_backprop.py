@@ -305,8 +305,7 @@ def check_outputs(name: str, loss_fn: losses.ModelLoss, outputs: Any, batch: Any
         raise ValueError(
             f"{name}: the model's own loss is one number, so losses per example are computed from logits: "
             f"expected a tensor (N, ..., C) called 'logits' for labels {tree.describe(labels)}, got "
-            f"{type(outputs).__name__} with {came}; let forward return them, or a loss for each example, or use a loss "
-            "of outputs and targets"
+            f"{type(outputs).__name__} with {came}; let forward return them, or a loss for each example"
         )
 
 

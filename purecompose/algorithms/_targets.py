@@ -247,7 +247,7 @@ def _check_mixable(
     if target_field == input_field and by_loss:
         raise ValueError(
             f"{name}: interpolate_loss=True: expected a target besides the input, got the field {input_field!r} for "
-            "both: the mixed input is its own target, so there are no two losses to mix; leave interpolate_loss out"
+            "both: the mixed input is its own target, so there are no two losses to mix"
         )
 
 
@@ -363,7 +363,7 @@ def _check_has_classes(name: str, loss_fn: Any) -> None:
     if loss_fn in _REGRESSION or isinstance(loss_fn, tuple(kind for kind in _REGRESSION if isinstance(kind, type))):
         raise TypeError(
             f"{name}: expected a loss of classes, such as losses.cross_entropy, got {loss_fn!r}, whose targets are "
-            f"values: leave out {name}; or if they are weights of classes (one-hot), call it in a function of yours"
+            "values: if they are weights of classes (one-hot), call it in a function of yours"
         )
 
 

@@ -284,9 +284,8 @@ def _ambiguous(batch: Any, field: Field | None, dim: int) -> str:
     hint += "name the input and its target by input_field= and target_field=; " if field is None else ""
     return (
         f"cannot tell how many examples the batch has: {candidates}; {hint}give what all examples share a leading "
-        "dimension of 1, or, where examples are not rows (lists of images, flattened targets, several views, graphs, "
-        f"sets of points), count them, as by State.create(splitter=batch.Splitter({count})), and give it also a "
-        "function part if batches are to be cut"
+        "dimension of 1, or, where examples are not rows, count them, as by "
+        f"State.create(splitter=batch.Splitter({count})), and give it also a function part if batches are to be cut"
     )
 
 
@@ -339,5 +338,5 @@ def _read(indices: Tensor, rows: Any) -> list[int]:
     except RuntimeError as error:
         raise TypeError(
             f"the batch holds a {type(rows).__name__} with a row for each example, which can be chosen from on the "
-            "host only, not under vmap or while tracing; make it a tensor, or leave it out of the batch"
+            "host only, not under vmap or while tracing; make it a tensor"
         ) from error

@@ -289,9 +289,8 @@ def _missing(batch: Any, field: Any) -> str:
         has = f"the attributes {sorted(getattr(batch, '__dict__', {}))}"
     return (
         f"the batch ({type(batch).__name__}) has no member {field!r}; it has {has}. "
-        "Name the right one with State.create(..., input_field=..., target_field=...); target_field=None is for a loss "
-        "that reads no target; with input_field=batch.WHOLE the network takes all members as keyword arguments, with "
-        "batch.AS_ARGUMENT the batch itself, forward(self, batch)"
+        "Name the right one with State.create(..., input_field=..., target_field=...); input_field=batch.WHOLE is for "
+        "all members as keyword arguments, and target_field=None for a loss that reads no target"
     )
 
 

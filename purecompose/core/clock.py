@@ -269,7 +269,8 @@ def check_reads(loss: Any, net: nn.Module | None = None) -> None:
     for where, value, _ in reached(loss, _SCALARS):
         what = f"{where or 'its object'}, a {type(value).__name__}"
         if id(value) in of_net:
-            raise ValueError(_outside(loss, f"{what} of the network"))
+            remedy = "return what it needs from the network's forward, or write an algorithm at Event.AFTER_LOSS"
+            raise ValueError(_outside(loss, f"{what} of the network", remedy))
         if id(value) in own:
             continue
         if isinstance(value, nn.Module) and any(True for _ in value.parameters()):
@@ -360,13 +361,12 @@ def _parts(module: nn.Module) -> list[Any]:
     return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
-def _outside(loss: Any, what: str) -> str:
-    return (
-        f"the loss {shown(loss)} reads {what}, outside of the state, where nothing is trained, moved or saved. Return "
-        "what it needs from the network's forward; or make the loss an nn.Module of its own, whose parameters and "
-        f"buffers are then in the state as {PREFIX}*; a penalty on the network's parameters is an algorithm at "
-        "Event.AFTER_LOSS"
-    )
+_AS_MODULE = f"make it an nn.Module of its own, whose parameters and buffers are then in the state as {PREFIX}*"
+
+
+def _outside(loss: Any, what: str, remedy: str = _AS_MODULE) -> str:
+    place = "outside of the state, where nothing is trained, moved or saved"
+    return f"the loss {shown(loss)} reads {what}, {place}: {remedy}"
 
 
 def _version(value: Any) -> Hashable:

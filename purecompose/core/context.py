@@ -122,7 +122,7 @@ class Layout:
         if self.splitter.part is None:
             raise ValueError(
                 f"the batch cannot be cut into {num_parts} parts: {self.splitter!r} has no part; give it part=, a "
-                "function (batch, start, stop) -> batch, or leave out microbatch_size"
+                "function (batch, start, stop) -> batch"
             )
         bounds = batches.bounds(self.num_examples(batch), num_parts)
         parts = []

@@ -363,8 +363,7 @@ class _Pass(NamedTuple):
 def _write_error(names: str, how: str) -> RuntimeError:
     return RuntimeError(
         f"forward wrote into the parameter {names}, {how}. Parameters change only between forward passes: compute a "
-        "new tensor from it, change it in an algorithm after the update, freeze it in the state (frozen=), or "
-        "register it as a buffer"
+        "new tensor from it, or register it as a buffer"
     )
 
 

@@ -242,9 +242,8 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
         )
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise ValueError(
-            f"{name} has hooks (register_hook, register_post_accumulate_grad_hook), which a state would lose, since "
-            "its tensors are new ones in each step: remove them, and edit state.grads in an algorithm at "
-            "Event.AFTER_TRAIN_BATCH"
+            f"{name} has hooks, which a state would lose, since its tensors are new ones in each step: remove them, "
+            "and edit state.grads in an algorithm at Event.AFTER_TRAIN_BATCH"
         )
     if not is_shard(tensor) and _has_own_operations(type(tensor)):
         raise TypeError(
@@ -269,8 +268,7 @@ def check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int,
         where = ", ".join(_attributes_with(hidden, module, twins)) or "its attributes"
         raise ValueError(
             f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can "
-            f"reach them: {found}, in {where}. Keep them in lists or dictionaries, or register them as buffers, and "
-            "make objects such as distributions in forward"
+            f"reach them: {found}, in {where}. Keep them in lists or dictionaries, or register them as buffers"
         )
 
 
