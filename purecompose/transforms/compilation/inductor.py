@@ -76,7 +76,8 @@ def constant_source(name: str) -> Any:
 
 def _import_builder() -> tuple[Any, Any, Any]:
     names = ("config", "cpu_vec_isa", "codecache")
-    config, instructions, cache = (importlib.import_module(f"torch._inductor.{name}") for name in names)
+    modules: list[Any] = [importlib.import_module(f"torch._inductor.{name}") for name in names]
+    config, instructions, cache = modules
     # Inductor keeps precompiled headers, which are compiled into kernels, under the shared temporary folder, whatever
     # TORCHINDUCTOR_CACHE_DIR says. They belong into our cache folder if that is in use.
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == str(_cache_folder()):
