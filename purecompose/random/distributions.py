@@ -80,7 +80,8 @@ def gamma(
     """
     check_float(dtype, "gamma")
     alpha = _parameter(concentration, "gamma: concentration")
-    bits = element_bits(key, _sizes(alpha) if shape is None else shape, _GAMMA_WORDS, "gamma")
+    own = alpha.shape if isinstance(alpha, Tensor) else ()
+    bits = element_bits(key, own if shape is None else shape, _GAMMA_WORDS, "gamma")
     if _is_one_on_host(bits, alpha):
         log = torch.full((), _log_gamma_of_one(bits.tolist(), float(alpha)), dtype=torch.float64)
     else:
@@ -216,10 +217,6 @@ def _parameter(value: float | Tensor, what: str) -> float | Tensor:
         return value.detach().to(torch.float64)
     check_number(value, what, 0, above=True)
     return value
-
-
-def _sizes(value: float | Tensor) -> torch.Size:
-    return value.shape if isinstance(value, Tensor) else torch.Size()
 
 
 def _on(bits: Tensor, value: float | Tensor) -> Tensor:

@@ -183,18 +183,7 @@ def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tens
 
 
 def drawn(key: Tensor | Rng, shape: Shape, dtype: torch.dtype, what: str) -> Tensor:
-    """Return the first numbers of a draw's stream.
-
-    Args:
-        key: A key or an `Rng`.
-        shape: Sizes of the draw; for an `Rng` of n examples, (n, ...).
-        dtype: int32 or int64 for random bits, uint32 for words in an int64 tensor, or a float for uniform numbers on
-            [0, 1).
-        what: The draw's name, for errors.
-
-    Raises:
-        TypeError, ValueError: As for `bits`.
-    """
+    """Return the first numbers of a draw's stream; `what` names the draw in errors, and for dtypes see `numbers`."""
     rng = as_rng(key, what)
     return numbers_of(rng, _sizes(rng, shape, what), dtype)
 

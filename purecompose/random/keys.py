@@ -183,15 +183,7 @@ def salt(*names: str | int) -> int:
 
 
 def as_rng(key: Tensor | Rng, what: str) -> Rng:
-    """Check a key and return it as an `Rng`: a bare key becomes an unnamed draw about a whole batch.
-
-    Args:
-        key: int64 of shape (2,), or an `Rng` of such a key.
-        what: The caller's name, for the error.
-
-    Raises:
-        TypeError: `key` is not a key.
-    """
+    """Check a key and return it as an `Rng`, for errors of the function `what`; a bare key is an unnamed draw."""
     rng = key if isinstance(key, Rng) else Rng(key)
     root = rng.key
     if not isinstance(root, Tensor) or root.dtype != torch.int64 or root.shape != (2,):

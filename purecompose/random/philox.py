@@ -52,18 +52,10 @@ Lanes = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox_lanes(
     c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, k0: Tensor, k1: Tensor
 ) -> Lanes:
-    """Return the four random words of each counter under a key, as separate lanes.
+    """Return the four random words of each counter c under a key k, as separate lanes.
 
-    A lane that is an int costs no tensor operation in the first round, and lanes of different shapes
-    broadcast as late as possible.
-
-    Args:
-        c0: Lane 0 of the counter, a word or a tensor of words, as are lanes 1 to 3.
-        c1: Lane 1; only the low 32 bits of this lane and of lane 3 are read.
-        c2: Lane 2.
-        c3: Lane 3.
-        k0: Lane 0 of the key; only its low 32 bits are read.
-        k1: Lane 1, likewise.
+    Lanes of the counter are words or tensors of words. Of lanes 1 and 3 and of the key only the low 32 bits are read. A
+    lane that is an int costs no tensor operation in the first round.
     """
     for key0, key1 in zip(_round_keys(k0, KEY_STEPS[0]), _round_keys(k1, KEY_STEPS[1]), strict=True):
         high0, low0 = _multiply(c0, MULTIPLIERS[0])
@@ -292,14 +284,9 @@ def numbers(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def folded(key: Tensor, data: int | Tensor) -> Tensor:
-    """Return the key that belongs to `data`: the block at `offset + data` of the key's stream.
+    """Return the key that belongs to `data`, an int64 number or tensor: the block at `offset + data` of the stream.
 
-    Args:
-        key: int64 of shape (2,).
-        data: A number in [-2**63, 2**63), or int64 of any shape.
-
-    Returns:
-        int64 of shape (2,), or (*data.shape, 2).
+    It has the shape (2,), or (*data.shape, 2).
     """
     if isinstance(data, int) and is_plain(key):  # the key of a step, in few operations
         if has_kernels(key.device.type):

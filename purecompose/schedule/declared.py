@@ -49,11 +49,7 @@ Check: TypeAlias = Callable[[Any, str], Any]
 class Within:
     """A range of numbers, as metadata of an annotation.
 
-    Args:
-        above: True if `low` itself is excluded.
-        below: True if `high` itself is excluded.
-        or_infinite: True if infinity is valid.
-        hint: What the number means, or common values, for the error.
+    With `above`, `low` itself is excluded, with `below`, `high` is. `hint`, for the error, says what the number means.
     """
 
     low: float = -math.inf
@@ -69,13 +65,7 @@ class Within:
         return check_whole(value, where, self.low, self.high, hint=self.hint)
 
     def number(self, value: Any, where: str) -> float:
-        """Return a finite number of the range (an int remains one), or raise a `TypeError` or `ValueError`.
-
-        Example:
-            >>> Within(0, 1, hint="it is a share").number(2, "mine: share")
-            Traceback (most recent call last):
-            ValueError: mine: share: expected a finite number in [0, 1], got 2 (int); it is a share
-        """
+        """Return a finite number of the range (an int remains one), or raise a `TypeError` or `ValueError`."""
         if self.or_infinite and is_number(value) and value == math.inf:
             return value
         bounds = {"above": self.above, "below": self.below}
@@ -105,15 +95,7 @@ class Within:
 
 
 def check_of(annotation: Any) -> Check | None:
-    """Return the check that an annotation declares, or `None` if it declares none, or has a part that is not known.
-
-    Example:
-        >>> check_of(Literal["a", "b"] | None)("c", "mine: mode")
-        Traceback (most recent call last):
-        ValueError: mine: mode: expected 'a' or 'b', got 'c' (str)
-        >>> check_of(str) is None
-        True
-    """
+    """Return the check that an annotation declares, or `None` if it declares none, or has a part that is not known."""
     choices, checks, free = alternatives(annotation)
     if not (choices or checks) or object in free:
         return None
@@ -136,10 +118,6 @@ def alternatives(annotation: Any) -> tuple[tuple[Any, ...], list[Check], tuple[t
     """Return what an annotation declares: choices, checks of its other parts, and types that are not checked.
 
     A part that cannot be judged is the type `object`.
-
-    Example:
-        >>> alternatives(bool | Literal["auto"] | None)
-        ((True, False, 'auto'), [], (<class 'NoneType'>,))
     """
     origin = get_origin(annotation)
     if annotation is bool:
@@ -228,8 +206,7 @@ class Settings:
     def config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, with defaults, for the repr and the comparison with a checkpoint.
 
-        Left out are the name, optional arguments that are not given (whose default is None or empty), and objects that
-        are not settings, such as networks.
+        Left out are the name, empty defaults, and objects that are not settings, such as networks.
         """
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -246,17 +223,10 @@ def checked(function: F) -> F:
 
     Example:
         >>> @checked
-        ... def blend(image, share: Annotated[float | Tensor, Within(0, 1)] = 0.5, *, is_linear: bool = True):
-        ...     return share
+        ... def blend(image, share: Annotated[float | Tensor, Within(0, 1)] = 0.5): ...
         >>> blend(None, 2.0)
         Traceback (most recent call last):
         ValueError: blend: share: expected a finite number in [0, 1], got 2.0 (float)
-        >>> blend(None, is_linear=1)
-        Traceback (most recent call last):
-        TypeError: blend: is_linear: expected True or False, got 1 (int)
-        >>> blend(None, shear=0.2)
-        Traceback (most recent call last):
-        TypeError: blend() got an unexpected keyword argument 'shear'; did you mean 'share'?
     """
     settings, explained = Settings(function), suggests_keywords(function)
 

@@ -273,7 +273,7 @@ def _shape(schedule: Schedule) -> Shape:
     if not isinstance(schedule.fn, Shape):
         raise TypeError(
             f"sequence: {schedule!r} is a plain function of the timestamp, which does not start again at a milestone; "
-            "multiply the sequence by it, or handle the parts inside the function"
+            "multiply the sequence by it"
         )
     return schedule.fn
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -244,9 +245,8 @@ def resolve(
     if isinstance(scalar, Hparam):
         if scalar.name not in hparams:
             raise KeyError(
-                f"hparam {scalar.name!r} is not in state.hparams, which holds {sorted(hparams)}; "
-                "State.create and step.init(state) add those that the optimizer, the loss and the config of the "
-                "algorithms name, Algorithm(..., config={'name': hparam})"
+                f"hparam {scalar.name!r} is not in state.hparams, which holds {sorted(hparams)}; step.init(state) adds "
+                "those that the config of an algorithm names, Algorithm(..., config={'name': hparam})"
             )
         return hparams[scalar.name]
     if isinstance(scalar, Product):
@@ -273,8 +273,7 @@ def number(scalar: Scalar) -> float:
         return math.prod(number(factor) for factor in scalar.factors)
     if isinstance(scalar, Schedule):
         raise TypeError(
-            f"{scalar!r} has a value only at a point of a run: call schedule(timestamp), or let the step "
-            "read it (where a function takes `value=`, pass one that calls purecompose.schedule.resolve)"
+            f"{scalar!r} has a value only at a point of a run: call schedule(timestamp), or let the step read it"
         )
     if not _is_scalar(scalar):
         raise TypeError(not_a_scalar(scalar))
@@ -282,13 +281,7 @@ def number(scalar: Scalar) -> float:
 
 
 def known_part(scalar: Scalar) -> float:
-    """Return a scalar as far as it is known without a state: schedules count as 1, hparams as their defaults.
-
-    Example:
-        >>> from purecompose.schedule import cosine
-        >>> known_part(0.5 * cosine() * hparam("lr", 0.1))
-        0.05
-    """
+    """Return a scalar as far as it is known without a state: schedules count as 1, hparams as their defaults."""
     return math.prod((number(factor) for factor in factors_of(scalar) if not isinstance(factor, Schedule)), start=1.0)
 
 
@@ -296,32 +289,18 @@ def not_a_scalar(value: object) -> str:
     """Return the message for a value that is not a scalar, with a hint for names, functions and torch's schedulers."""
     hint = ""
     if isinstance(value, str):
-        hint = (
-            "; write the number without quotes"
-            if _is_number(value)
-            else f"; a named scalar is state.hparams[{value!r}]"
-        )
+        hint = f"; a named scalar is state.hparams[{value!r}]"
+        with contextlib.suppress(ValueError):
+            float(value)
+            hint = "; write the number without quotes"
     elif isinstance(value, LRScheduler) or (isinstance(value, type) and issubclass(value, LRScheduler)):
         name = value.__name__ if isinstance(value, type) else type(value).__name__
         hint = f"; write schedule.from_torch(torch.optim.lr_scheduler.{name}, ...) with the settings of the scheduler"
-    elif _returns_schedule(value):
+    elif isinstance(value, FunctionType) and value.__module__.startswith(__package__ or ""):  # such as `cosine`
         hint = f"; call it: {value.__name__}(...) is a schedule"
     elif callable(value):
         hint = "; make a schedule of a function of the timestamp with schedule.scheduled(fn)"
     return f"expected a number, an hparam, a schedule or a product of them, got {shown(value)}{hint}"
-
-
-def _returns_schedule(value: object) -> TypeGuard[FunctionType]:
-    """Return whether a value is one of this package's functions, such as `cosine`, most of which return schedules."""
-    return isinstance(value, FunctionType) and value.__module__.startswith(__package__ or "")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _written(setting: object) -> object:
@@ -332,9 +311,7 @@ def _written(setting: object) -> object:
 
 
 def _is_scalar(value: object) -> bool:
-    if isinstance(value, _Factor):
-        return True
-    return is_number(value)
+    return isinstance(value, _Factor) or is_number(value)
 
 
 T = TypeVar("T")

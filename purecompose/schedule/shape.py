@@ -1,8 +1,7 @@
 """Shapes, the functions of time behind schedules, and the time axis on which they lie.
 
-A schedule may apply to a part of a run (`sequence`), and it may be stretched (`Schedule.scaled`). The resulting number
-of batches is known only in a run, with the length of its epochs and its duration. Until then a length is a sum of
-times with factors, and nothing is rounded.
+A schedule may apply to a part of a run (`sequence`) and be stretched (`Schedule.scaled`). Lengths in batches are known
+only in a run. Until then a length is a sum of times with factors, and nothing is rounded.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def checked_time(time: TimeLike, where: str, *, is_positive: bool = False) -> Ti
     if checked.unit is TimeUnit.SECOND:
         raise ValueError(
             f"{where}={checked}: a schedule cannot follow wall-clock time, which is not part of the state; "
-            "use batches, epochs, samples, tokens or a fraction of the run ('0.1dur')"
+            "use batches, epochs or a fraction of the run ('0.1dur')"
         )
     if checked < 0 or (is_positive and not checked):
         raise ValueError(f"{where}: expected a time {'>' if is_positive else '>='} 0, got {checked}")
@@ -134,8 +133,9 @@ def _in_own_unit(lengths: dict[str, Length], run: RunLength) -> tuple[TimeUnit, 
         values.append(snapped(sum(factor * value for factor, value, _ in parts)))
     if len(units) > 1:
         raise UnitError(
-            f"{_listed(lengths)} have no unit in common in a run of {run}; write both in one "
-            "unit, or give the run batches_per_epoch and a duration in epochs or batches"
+            f"{' and '.join(f'{name}={_shown(length)}' for name, length in lengths.items() if length)} have no unit in "
+            f"common in a run of {run}; write both in one unit, or give the run batches_per_epoch and a duration in "
+            "epochs or batches"
         )
     return units.pop(), values
 
@@ -146,8 +146,7 @@ def _without_dur(time: Time, run: RunLength) -> tuple[float, TimeUnit]:
         return time.value, time.unit
     if run.duration is None:
         raise ValueError(
-            f"{time} is a fraction of a run that has no duration; "
-            "give the run one (State.create(..., duration='20ep')), or the schedule a time such as '500ba'"
+            f"{time} is a fraction of a run that has no duration; give it one, State.create(..., duration='20ep')"
         )
     if run.duration.unit is TimeUnit.SECOND:
         raise ValueError(
@@ -155,10 +154,6 @@ def _without_dur(time: Time, run: RunLength) -> tuple[float, TimeUnit]:
             "in a run of limited seconds, give the schedule an absolute time such as '500ba'"
         )
     return time.value * run.duration.value, run.duration.unit
-
-
-def _listed(lengths: dict[str, Length]) -> str:
-    return " and ".join(f"{name}={_shown(length)}" for name, length in lengths.items() if length)
 
 
 def _shown(parts: Iterable[tuple[float, Time]]) -> str:

@@ -323,19 +323,9 @@ TimeLike: TypeAlias = Time | str
 
 
 def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, share: str = "") -> Time:
-    """Return a time, as `Time.of` reads it, with errors that name the argument.
+    """Return a time, as `Time.of` reads it, with errors that begin with `where`, such as "ema: half_life".
 
-    Args:
-        value: The argument.
-        where: The function and the argument, such as "ema: half_life".
-        default_unit: The unit of a bare number.
-        share: For the hint about a number between 0 and 1: the words to put before it, by default about a share of the
-            run.
-
-    Example:
-        >>> named_time("soon", "ema: half_life")
-        Traceback (most recent call last):
-        ValueError: ema: half_life='soon': cannot read the time 'soon'; write a number and a unit (ep, ba, up, ...
+    `share` replaces the words before a number between 0 and 1 in the hint about it, by default about a share of a run.
     """
     try:
         return Time.of(value, default_unit)
@@ -346,12 +336,7 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
 
 
 def named_point(value: Any, where: str) -> Time:
-    """Return a point of a run, a share in [0, 1] or a time of at least 0, with errors that name the argument.
-
-    Example:
-        >>> named_point(0.5, "after: time"), named_point("10ep", "after: time")
-        (Time(0.5, TimeUnit.DURATION), Time(10, TimeUnit.EPOCH))
-    """
+    """Return a point of a run, a share in [0, 1] or a time of at least 0, with errors that name the argument."""
     time = named_time(value, where, TimeUnit.DURATION)
     if time.unit is TimeUnit.SECOND:
         raise ValueError(

@@ -226,9 +226,8 @@ def _both(first: Predicate, second: Predicate) -> Predicate:
     return first if second == ALWAYS else _And(first, second)
 
 
-# Number of batches by which an event's timestamp is behind its own batch, which is counted from 1. It is precomputed
-# because it is read many times in a step.
 _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
+"""Number of batches by which an event's timestamp is behind its own batch, which is counted from 1."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -303,7 +302,8 @@ class _Every(Timed):
     def __call__(self, event: Event, state: Moment) -> bool:
         timestamp: Timestamp = state.timestamp
         length = self._length(timestamp.run)
-        first = self._first(timestamp.run, length)
+        # The first turn, or if it is not known in batches, the end of the first interval.
+        first = length if self.since is None else first_turn(self.since, self.interval, timestamp.run) or length
         number = _number(event, timestamp, self.in_epoch)
         if number < first:
             return False
@@ -312,10 +312,6 @@ class _Every(Timed):
         # Snapped, so that the last of three thirds is passed at the end, not a batch later.
         number += length - first
         return math.floor(snapped(number / length)) != math.floor(snapped((number - 1) / length))
-
-    def _first(self, run: RunLength, length: int | float) -> int | float:
-        """Return the first batch, from 1, in which it is true; if not known, the one that ends the first interval."""
-        return length if self.since is None else first_turn(self.since, self.interval, run) or length
 
     def _length(self, run: RunLength) -> int | float:
         if self.interval.unit is TimeUnit.BATCH:
@@ -495,10 +491,6 @@ def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
 
     It is the first batch that reaches the point or, if the interval is in epochs, the first end of an epoch from there
     on; `None` if this is not a number of batches.
-
-    Example:
-        >>> first_turn(Time.of("0.6dur"), Time.of("2ep"), RunLength("10ba", batches_per_epoch=4))
-        8
     """
     start = run.in_batches(since)
     one = 1.0 if interval.unit is TimeUnit.DURATION else run.in_batches(Time(1, interval.unit))

@@ -304,12 +304,7 @@ def interval_or_function(value: Any, name: str, *, seconds: bool = False) -> Int
 
 
 def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:
-    """Return whether a multiple of the interval lies after `before` and not after `now`; not for seconds.
-
-    Example:
-        >>> has_passed(Time.of("10ba"), Timestamp(batch=9), Timestamp(batch=10))
-        True
-    """
+    """Return whether a multiple of the interval lies after `before` and not after `now`; not for seconds."""
     if not isinstance(interval, Time):
         is_due = interval(now)
         if not isinstance(is_due, bool):
