@@ -82,7 +82,7 @@ class Buckets:
             pads = {name: pads for name, one in firsts.items() if torch.as_tensor(one).ndim}
         if unknown := [name for name in pads if name not in columns]:
             raise ValueError(f"data.buckets: pad={self.pad!r}: samples have no {unknown[0]!r}, but {[*columns]}")
-        rows = {name: [torch.as_tensor(one) for one in columns[name]] for name in pads}
+        rows = {name: _tensors(columns[name]) for name in pads}
         longest = max((len(one) for column in rows.values() for one in column), default=0)
         bounds = (bound for bound in self.bounds if bound >= longest)
         length = next(bounds, longest) if self.pad_to_bound else longest
@@ -156,6 +156,16 @@ def buckets(
         check_whole(max_tokens, "data.buckets: max_tokens", limits[-1], hint="the greatest length, padded")
         sizes = [max_tokens // limit for limit in limits]
     return Buckets(given, tuple(limits), tuple(sizes), pad, pad_to == "bound")
+
+
+def _tensors(column: list[Any]) -> list[Tensor]:
+    """Return sequences as tensors; an empty list, which has no dtype of its own, has that of the others."""
+    found = [torch.as_tensor(one) for one in column]
+    dtype = next((one.dtype for one in found if len(one)), None)
+    return [
+        one.to(dtype) if isinstance(given, list) and not given else one
+        for given, one in zip(column, found, strict=True)
+    ]
 
 
 def _bounds(bounds: int | Sequence[int], lengths: Tensor) -> list[int]:

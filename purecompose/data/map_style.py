@@ -305,9 +305,10 @@ def loader(
     batch_size = check_whole(size, "loader: batch_size", 1)
     leaves_none = batch_size > num_examples if lengths is None else not lengths.num_batches(drop_last=True)
     if check_flag(drop_last, "loader: drop_last") and leaves_none:
+        many = f"is more than the {num_examples} samples" if lengths is None else "is more than any bucket has samples"
         raise ValueError(
-            f"loader: drop_last=True leaves no batch at all: batch_size={batch_size} (int) is more than the "
-            f"{num_examples} samples; lower batch_size or keep the last batch"
+            f"loader: drop_last=True leaves no batch at all: batch_size={batch_size} (int) {many}; lower batch_size or "
+            "keep the last batch"
         )
     workers = check_whole(workers, "loader: workers", 0, hint="0 reads in the caller's own process")
     _check_transform(transform, rng)

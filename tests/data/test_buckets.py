@@ -114,6 +114,17 @@ def test_samples_may_be_lists_tuples_and_have_members_without_rows(samples, batc
         assert_same(found, batch)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+def test_an_empty_list_has_the_dtype_of_the_others(order):
+    samples = [([1] * length, [0.5] * length) for length in (2, 0, 3)]
+    chosen = buckets([2, 0, 3], batch_size=3, bounds=1, pad=-1)
+    ids, weights = chosen.collate([samples[at] for at in order])
+    expected = torch.tensor([[1, 1, -1], [-1, -1, -1], [1, 1, 1]])[list(order)]
+    assert_same(ids, expected)
+    assert_same(weights, torch.where(expected > 0, 0.5, -1.0))
+    assert_same(chosen.collate([samples[at][0] for at in order]), expected)
+
+
 class Tokens(nn.Module):
     """Scores of three classes for each token, (N, 3, L)."""
 
@@ -205,7 +216,7 @@ def test_lengths_and_members_that_do_not_fit_are_refused():
             buckets(lengths, batch_size=2)  # pyright: ignore
     with pytest.raises(ValueError, match="lengths of 50 samples, got those of 3"):
         loader(texts(LENGTHS), buckets([1, 2, 3], batch_size=2))
-    with pytest.raises(ValueError, match="leaves no batch"):
+    with pytest.raises(ValueError, match="leaves no batch at all: batch_size=3 .* more than any bucket has samples"):
         loader(texts([1, 2]), buckets([1, 2], batch_size=3), drop_last=True)
     with pytest.raises(ValueError, match="samples have no 'ids'"):
         list(loader(texts([1, 2]), buckets([1, 2], batch_size=2, pad={"ids": 0})))
