@@ -7,6 +7,7 @@ closest to the given layer's weight.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -202,12 +203,7 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., normalized_shape) to the same shape."""
-        dtype = _low(input)
-        if dtype is None:
-            return super().forward(input)
-        with torch.autocast(input.device.type, enabled=False):
-            weight, bias = (None if one is None else one.to(dtype) for one in (self.weight, self.bias))
-            return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
+        return _in_low_precision(self, F.layer_norm, input, self.normalized_shape)
 
 
 class LowPrecisionGroupNorm(nn.GroupNorm):
@@ -226,12 +222,17 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, C, ...) to the same shape."""
-        dtype = _low(input)
-        if dtype is None:
-            return super().forward(input)
-        with torch.autocast(input.device.type, enabled=False):
-            weight, bias = (None if one is None else one.to(dtype) for one in (self.weight, self.bias))
-            return F.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
+        return _in_low_precision(self, F.group_norm, input, self.num_groups)
+
+
+def _in_low_precision(norm: Any, function: Callable[..., Tensor], input: Tensor, over: Any) -> Tensor:
+    """Return the result of one of torch's functions for a norm, in autocast's dtype if autocast is on."""
+    dtype = _low(input)
+    if dtype is None:
+        return function(input, over, norm.weight, norm.bias, norm.eps)
+    with torch.autocast(input.device.type, enabled=False):
+        weight, bias = (None if one is None else one.to(dtype) for one in (norm.weight, norm.bias))
+        return function(input.to(dtype), over, weight, bias, norm.eps)
 
 
 def _low(input: Tensor) -> torch.dtype | None:
