@@ -306,9 +306,9 @@ def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
 
 
 def stand_in(module: str, name: str) -> type[nn.Module]:
-    """Return a class, for `isinstance` and the rules of a surgery, that stands in for a class given by name.
+    """Return a class, for `isinstance` and the rules of a surgery, whose instances are those of the class of a name.
 
-    Nothing is imported, now or later.
+    The module of that class is not imported.
 
     Example:
         >>> isinstance(nn.Linear(2, 2), stand_in("torch.nn.modules.linear", "Linear"))

@@ -168,7 +168,7 @@ class Step:
         if get_eval_frame_callback() is not None:
             return without_dynamo(lambda backend: INSTALLED["torch.compile"](self, state, batch, backend))
         end = self.finish(self.fold(state, batch, keeps_fields=False))
-        # `state` may hold a lease of a compiled step, which ends with that step's next call: read its fields now.
+        # `state` may read fields from a compiled step's buffers, which the next call of that step overwrites.
         return end if end.lease is None else end.unleased()
 
     def fold(

@@ -1,7 +1,7 @@
 """The values of a training run: the fields of a state, what each of them is, and how they are read and replaced.
 
 The properties of a field are declared once, in `FieldInfo`. Fields of a state that a compiled step returned are read
-through a lease; see `purecompose.transforms.signature`.
+from its buffers by a `BufferLease` (`purecompose.transforms.signature`).
 """
 
 import dataclasses
@@ -212,7 +212,7 @@ class Values:
         return self.__dict__.get("_lease")
 
     def unleased(self) -> Self:
-        """Return the same with all leased fields read."""
+        """Return the same with all fields read from the buffers of a compiled step."""
         successor = object.__new__(type(self))
         successor.__dict__.update(self.__getstate__())
         return successor

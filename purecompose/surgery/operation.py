@@ -341,7 +341,8 @@ def _warn_of_nothing(name: str, root: nn.Module, rules: Rules, reach: tuple[nn.M
         found.append(f"kept all {count}: none has the kind and the sizes that its settings require")
     if others:
         found.append(
-            f"left {others} alone, in parts without trainable parameters, or out of its where=; name them by where="
+            f"left {others} alone, in parts without trainable parameters or that where= does not name; name them by "
+            "where="
         )
     said = ", and ".join(found) or f"found none in a network of {there}"
     warn(f"{name} changed nothing: it looked for {wanted} to replace, and {said}")

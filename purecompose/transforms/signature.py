@@ -3,9 +3,9 @@
 Compiled code runs without guards, so everything it was built for must be known: the containers, the constants
 among the leaves, and each tensor's shape, strides, dtype and device.
 
-A step with donation writes the new parameters into the memory of the old ones. A state returned by the step holds a
-lease on these buffers, which ends with the next step. Reading a field returns a copy, so that a tensor that was read
-never changes; reading it after the next step raises an error.
+A step with donation writes the new parameters into the memory of the old ones. The state that it returns may read
+these buffers until the next step, and has a `BufferLease` that knows whether this is still so. Reading a field returns
+a copy, so that a tensor that was read never changes; reading it after the next step raises an error.
 """
 
 import operator
@@ -166,7 +166,9 @@ class StateBuffers:
         self.reason: str | Timestamp = ""
 
     def spend(self, reason: str | Timestamp, held: int) -> int:
-        """End all leases, and return the new generation; of two threads that hold the same one, one succeeds.
+        """Forbid all states so far to read the buffers, and return the new generation.
+
+        Of two threads whose states have the same generation, one succeeds.
 
         Args:
             reason: The time of the state that is there now, or the end of a sentence that begins with "its memory".
@@ -202,7 +204,7 @@ class BufferLease:
     __slots__ = ("buffers", "generation", "entry", "origin", "_issued")
 
     def __init__(self, buffers: StateBuffers, entry: Any, origin: tuple[Any, ...]) -> None:
-        """Lease the buffers as they are now.
+        """Allow a state to read the buffers as they are now.
 
         Args:
             entry: The entry of the compiled step for states in these buffers; `None` in a host algorithm.
@@ -213,7 +215,7 @@ class BufferLease:
 
     @property
     def is_live(self) -> bool:
-        """True if the buffers still contain the state of this lease."""
+        """True if the buffers still contain the state."""
         return self.generation == self.buffers.generation
 
     def read(self, name: str) -> Any:
@@ -230,11 +232,11 @@ class BufferLease:
         return self._issued[name][0]
 
     def check(self) -> None:
-        """Raise a `SpentStateError` if the lease has ended."""
+        """Raise a `SpentStateError` if the buffers no longer contain the state."""
         self.buffers.check(self.generation)
 
     def spend(self, reason: str | Timestamp) -> None:
-        """Take the buffers over: all other leases end; see `StateBuffers.spend`."""
+        """Forbid all other states to read the buffers; see `StateBuffers.spend`."""
         self.generation = self.buffers.spend(reason, self.generation)
 
     @property

@@ -125,7 +125,7 @@ def test_standardization_ignores_the_last_layers_of_the_parts_that_it_changes() 
 def test_a_method_that_finds_only_frozen_parts_says_so() -> None:
     net = nn.Sequential(nn.Sequential(nn.Conv2d(4, 8, 1)).requires_grad_(False), nn.Linear(8, 3))
     method = alg.squeeze_excite(0.5, min_channels=1)
-    with pytest.warns(UserWarning, match="left 1 alone, in parts without trainable parameters, or out of its where="):
+    with pytest.warns(UserWarning, match="left 1 alone, in parts without trainable parameters or that where= does not"):
         begun(make_state(net), method)
 
 
