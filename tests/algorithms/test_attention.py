@@ -109,9 +109,12 @@ def test_norms_keep_the_dtype_and_have_their_mean_in_float32(dtype: torch.dtype)
     torch.testing.assert_close(found.double(), expected, rtol=0.01 if dtype != torch.float64 else 1e-12, atol=0)
 
 
-def test_the_length_of_a_head_may_exceed_float16() -> None:
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_length_of_a_head_may_exceed_float16(enabled: bool) -> None:
     input = torch.full((1, 32), 30_000.0, dtype=torch.float16)
-    torch.testing.assert_close(HeadNorm(1e-6)(input), torch.ones_like(input), rtol=2e-3, atol=0)
+    with torch.autocast("cpu", torch.float16, enabled=enabled):
+        for own in (input, input.float()):
+            torch.testing.assert_close(HeadNorm(1e-6)(own), torch.ones_like(own), rtol=2e-3, atol=0)
 
 
 def test_all_attention_of_a_network_is_changed_once_and_weights_keep_their_names() -> None:

@@ -280,10 +280,10 @@ class HeadNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., d) to the same shape and dtype."""
         width, wide = input.shape[-1], torch.promote_types(input.dtype, torch.float32)
-        # Not the square of the vector's norm, whose second derivative is NaN at zero. The sum of bfloat16 numbers is in
-        # float32 in any case, and is rounded; float16 may be too narrow for it.
+        # Not the square of the vector's norm, whose second derivative is NaN at zero; nor its product with itself, which
+        # autocast computes in half precision. Float16 is too narrow for squares.
         own = input.to(wide) if input.dtype is torch.float16 else input
-        factor = (torch.linalg.vecdot(own, own).to(wide).unsqueeze(-1) / width + self.eps).rsqrt()
+        factor = ((own * own).sum(-1, keepdim=True, dtype=wide) / width + self.eps).rsqrt()
         if self.scale is not None:
             factor = factor * math.sqrt(self.scale * math.sqrt(width))
         return input * factor.to(input.dtype)
