@@ -29,10 +29,11 @@ _WEIGHTS = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_START
 
 
 class LoopMethods:
-    """Methods in another loop, which calls what follows at its places; the callbacks are made of it.
+    """Methods that run in a loop of your own.
 
-    A method is refused if it acts at an event that the loop does not have, computes gradients again, or changes the
-    optimizer, which is the loop's. Time is counted in the loop's batches. The draws are those of a step with the same
+    Call the functions below at the places that the example shows; the callbacks for Lightning and for Hugging Face's
+    Trainer are built on them. Methods that act at an event which the loop does not have, compute gradients again, or
+    change the optimizer are refused. Time is counted in the loop's batches. The draws are those of a step with the same
     key, in the same batch.
 
     Args:
