@@ -123,15 +123,11 @@ REFUSED: dict[tuple[str, str], Refusal] = {
 def unsupported(feature: str, other: str, where: str = "") -> UnsupportedError:
     """Return the error for two features of the table.
 
-    Args:
-        feature: The first key of a row.
-        other: The second key.
-        where: The call or the algorithm that asks for both, with which the message begins.
-
-    Example:
-        >>> print(unsupported("a population", "another population", "population(step, 3)"))
-        population(step, 3): a population with another population does not work, because a state has one dimension \
-of members. Instead: put all members into one population
+        Args:
+            feature: The first key of a row.
+            other: The second key.
+            where: The call or the algorithm that asks for both, with which the message begins.
+    of members. Instead: put all members into one population
     """
     row = REFUSED[feature, other]
     place = f"{where}: " if where else ""

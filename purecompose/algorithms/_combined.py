@@ -392,11 +392,7 @@ def _choice(
     *,
     is_host: bool,
 ) -> Algorithm:
-    """Return an algorithm that applies the chosen one of its parts; none if none is chosen.
-
-    Args:
-        choose: Function of the state that returns a bool for each part, 0-d or (N,).
-    """
+    """Return an algorithm that applies the part for which `choose`, a bool for each, 0-d or (N,), is true."""
 
     def apply(event: Event, state: State) -> State:
         acting = [part for part in parts if _acts_at(part, event)]

@@ -21,12 +21,7 @@ from purecompose.time.predicates import NEVER, on
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all elements together: 0-d, float64 if any tensor is, else float32.
-
-    Example:
-        >>> norm_of([torch.tensor([3.0], dtype=torch.float16), torch.tensor([0.0, 4.0])])
-        tensor(5.)
-    """
+    """Return the Euclidean norm of all elements together: 0-d, float64 if any tensor is, else float32."""
     return tree.global_norm([tensor.detach() for tensor in tensors])
 
 

@@ -48,16 +48,8 @@ def next_scale(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scale for the next step, and the new count of good steps.
-
-    Args:
-        scale: The scale of the step, 0-d, floating.
-        good_steps: The number of good steps so far, 0-d, of an integer dtype.
-        is_finite: True if the step's gradients were finite, 0-d bool.
-        growth_factor, backoff_factor, growth_interval: See `loss_scaling`. The scale stays finite.
-
-    Returns:
-        The new scale and count, 0-d, of the same dtypes as the arguments.
+    """Return the scale for the next step, which stays finite, and the new count of consecutive good steps; both are
+    0-d.
 
     Example:
         >>> next_scale(torch.tensor(8.0), torch.tensor(5), torch.tensor(False))

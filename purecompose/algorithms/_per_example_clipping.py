@@ -242,12 +242,7 @@ def own_examples(state: State) -> range:
 
 
 def sum_over_shares(state: State, share: range, own: T) -> T:
-    """Return the sums over processes of a value, the same on all processes; with one process, the value itself.
-
-    Args:
-        share: The result of `own_examples`. The value of a process with an empty share is ignored.
-        own: The value of this process: a pytree of tensors, with the same structure and shapes on all processes.
-    """
+    """Return the sums over processes of a value, the same on all processes; with one process, the value itself."""
     ranks = _ranks(state)
     if ranks is None:
         return own

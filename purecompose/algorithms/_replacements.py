@@ -206,10 +206,6 @@ class NoOpModel(nn.Module):
     Args:
         has_classes: True to return integer targets, in evaluation, as scores of classes, 1 for the target's class and 0
             for others, which metrics of classification take.
-
-    Example:
-        >>> NoOpModel(has_classes=True).eval()(torch.tensor([3, 1])).argmax(dim=1)
-        tensor([3, 1])
     """
 
     def __init__(self, has_classes: bool = False) -> None:
@@ -218,11 +214,7 @@ class NoOpModel(nn.Module):
         self.weight: nn.Parameter = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, targets: Tensor) -> Tensor:
-        """Map any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating.
-
-        Raises:
-            TypeError: The targets are not a tensor.
-        """
+        """Map any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating."""
         if not isinstance(targets, Tensor):
             raise TypeError(
                 f"no_op_model: expected a tensor as target, got {type(targets).__name__}; select one with target_field "
@@ -242,10 +234,6 @@ class NoOpLoss:
     """Squared error (outputs - targets)^2, averaged over the elements that are not ignored.
 
     Outputs have the targets' shape, or are class scores (N, C, ...), of which the argmax is used.
-
-    Example:
-        >>> NoOpLoss(-100)(torch.tensor([3.0, -150.0]), torch.tensor([2, -100])).item()
-        1.0
     """
 
     ignore_index: int | None = None

@@ -218,12 +218,7 @@ def _failure(error: Exception, question: Question) -> MatchError:
 
 
 def application(algorithm: Algorithm, event: Event, pass_name: str, turn: int = 0) -> Operation:
-    """Return one algorithm at one event as an operation.
-
-    Args:
-        pass_name: Name of the draws of forward passes at this event; the algorithm's own name is added.
-        turn: How often the event occurs before in the program; the draws by name differ from those there.
-    """
+    """Return one algorithm at one event as an operation; its name is added to that of the pass. See `lift`."""
 
     def run(state: State, watch: Contract | None) -> State:
         before = state

@@ -285,13 +285,7 @@ def check_reads(loss: Any, net: nn.Module | None = None) -> None:
 
 
 def scalars_of(loss: Any) -> dict[str, Scalar]:
-    """Return the schedules and named scalars among a loss's attributes, and the keywords of a partial function.
-
-    Example:
-        >>> from purecompose import hparam, losses
-        >>> scalars_of(functools.partial(losses.mse, weight=hparam("weight", 2.0)))
-        {'weight': hparam('weight', 2.0)}
-    """
+    """Return the schedules and named scalars among a loss's attributes, and the keywords of a partial function."""
     if isinstance(loss, functools.partial):
         found = {**{_FUNC + name: value for name, value in scalars_of(loss.func).items()}, **loss.keywords}
     else:

@@ -48,7 +48,6 @@ class Contract:
     def apply(
         self, algorithm: Algorithm, event: Event, before: State, apply: Callable[[], tuple[State, int | None]]
     ) -> tuple[State, int | None]:
-        """Return the result of one application of an algorithm."""
         where = f"{algorithm.name} at {event}"
         return self._kept(apply, algorithm.apply, where, before, event, may_change=algorithm.host)
 
@@ -81,12 +80,7 @@ class Contract:
             raise error
 
     def check(self, end: State) -> None:
-        """Compare the end of the step with its start.
-
-        Raises:
-            FormError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
-                that changed it there.
-        """
+        """Compare the end of the step with its start."""
         self._marks.check("the step itself")
         self._check_metrics(end)
         frozen, start = end.context.frozen, self._start
@@ -149,7 +143,6 @@ class Contract:
         return [self._marks, Marks(lambda: tensors_in(state, "batch", "outputs", "grads"), with_values=True)]
 
     def run_update(self, state: State, update: Callable[[], Any]) -> Any:
-        """Return the optimizer's result."""
         culprit = f"the update of the optimizer {state.optimizer!r}"
         remedy = "return new tensors (mul instead of mul_) by the same names"
         result = watched(update, culprit, [self._marks], remedy=remedy)

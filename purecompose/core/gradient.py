@@ -79,12 +79,6 @@ def differentiate(
 ) -> Carry:
     """Run the body and add the gradients of its loss with respect to those named parameters that it reaches.
 
-    Args:
-        body: Operation that sets `loss`, a 0-d tensor.
-        carry: Start of the body; the parameters and batch of its state are kept in the result.
-        own: The derivatives that the body takes, which are found in a first run.
-        shared: The forward pass of this body, if it was run before or will be run again.
-
     Returns:
         The body's end with `grads`. Fields that the body set (loss, outputs, buffers, slots, ...) are detached from
         the graph unless the caller differentiates through the step.

@@ -31,7 +31,6 @@ class Variant(NamedTuple):
     """True for double precision."""
 
     def part(self, tensor: Tensor, num_examples: int) -> Tensor:
-        """Return this part of outputs of all examples."""
         if is_differentiable(tensor):
             if self.is_moved:
                 half = -(-num_examples // 2)

@@ -185,12 +185,7 @@ def make_plan(
     frozen_parts: Sequence[str] = (),
     replaced: Mapping[str, Sequence[str]] | None = None,
 ) -> Plan:
-    """Return the plan of a step.
-
-    Args:
-        matched: Function that returns the algorithms that act at an event now, in their listed order.
-        frozen_parts: The parts of the network without trainable parameters.
-    """
+    """Return the plan of a step."""
     outer = [event for event in Event if event not in step.events]
     before = [event for event in outer if event in (Event.INIT, Event.FIT_START, Event.EPOCH_START)]
     rows: list[PlanRow] = []

@@ -49,10 +49,6 @@ def denominators(state: State, count: Callable[[State], Any] | None = None) -> A
 
     A slice has its share of those of the whole batch, in proportion to its examples. The mean over slices, weighted by
     examples, of sums divided by them is then the sum over the batch divided by its denominators.
-
-    Args:
-        count: Function that returns those of a stage that computes the loss; by default, they are those of the state's
-            loss.
     """
     loss_fn = state.context.loss
     if state.denominators is not None:

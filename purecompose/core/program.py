@@ -121,7 +121,6 @@ class Update:
         return Update(wrt)
 
     def lower(self, place: Place) -> list[Lowered]:
-        """Return the update as an operation."""
         del place
         return [Lowered(self._run)]
 
@@ -205,13 +204,7 @@ def as_nodes(given: Iterable[Any]) -> Program:
 
 
 def events_in(program: Iterable[Node]) -> tuple[Event, ...]:
-    """Return the events of a program in order, including those inside scopes, each once.
-
-    Example:
-        >>> from purecompose.core.loop import predict_events
-        >>> [event.name for event in events_in(predict_events)[-2:]]
-        ['PREDICT_AFTER_FORWARD', 'PREDICT_BATCH_END']
-    """
+    """Return the events of a program in order, including those inside scopes, each once."""
     return tuple(dict.fromkeys(node for node in walk(program) if isinstance(node, Event)))
 
 

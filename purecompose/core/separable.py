@@ -48,9 +48,8 @@ def is_due(batch: int) -> bool:
 def check_operations(ways: Iterable[Callable[[], Sequence[Lowered]]], start: State) -> None:
     """Check all scopes of a step that compute means over parts of the batch.
 
-    Args:
-        ways: Functions that return the step's operations; the first that can be run is checked. They are without
-            algorithms, and with those whose work the network or the loss needs.
+    The functions `ways` return its operations, without algorithms, and with those whose work the network or the loss
+    needs; the first operations that can be run are checked.
     """
     if is_transforming() or not has_values(start.key) or is_under_foreign_checkpoint([]):
         return

@@ -241,12 +241,7 @@ TENSOR_FIELDS = tuple(_INFO)
 
 
 def fields_where(**properties: bool) -> tuple[str, ...]:
-    """Return the names of the fields with these properties (see `FieldInfo`), in the order of `State`.
-
-    Example:
-        >>> fields_where(persists=True, keeps_form=False)
-        ('key', 'loss', 'metrics')
-    """
+    """Return the names of the fields with these properties (see `FieldInfo`), in the order of `State`."""
     wanted = properties.items()
     return tuple(name for name, info in _INFO.items() if all(getattr(info, key) is value for key, value in wanted))
 
@@ -317,9 +312,8 @@ def memory_for(
 ) -> Any:
     """Return the optimizer's state after other parameters have been frozen, with memory for all that train now.
 
-    Args:
-        is_new: True if frozen parameters need not keep their memory, because there was no step yet.
-        key: The state's key, which tells whether it is a population's.
+    If `is_new`, because there was no step yet, frozen ones need not keep theirs. The key tells whether it is a
+    population's.
     """
     if key is not None and key.ndim > 1:
         members = [tree.map(lambda leaf, i=i: leaf[i], (dict(params), opt_state)) for i in range(len(key))]

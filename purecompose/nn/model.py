@@ -51,12 +51,7 @@ class Model:
     """An architecture without weights; equal to any other with the same structure and configuration."""
 
     def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: tuple[str, ...]) -> None:
-        """Take ownership of a module whose tensors are all on `meta`.
-
-        Args:
-            module: The module, in the mode (train or eval flags) to be used in training.
-            names: The qualified name of each tensor, by its `id`.
-            param_names: The names of parameters; all others are buffers.
+        """Take ownership of a module, in the mode for training, whose tensors are on `meta` and have `names` by `id`.
 
         Raises:
             ValueError: A tensor of the module has no name: computing with an uncovered `meta` tensor would
@@ -104,11 +99,6 @@ class Model:
 
         Args:
             frozen: The names of frozen parameters; by default those that had `requires_grad=False`.
-
-        Example:
-            >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
-            >>> from_module(net).model.frozen_parts(["0.0.weight", "0.0.bias"])
-            ('0',)
         """
         frozen = self._initially_frozen if frozen is None else frozen
         trains = {id(param) for name, param in self.module.named_parameters() if name not in frozen}
@@ -162,17 +152,8 @@ def from_module(
     Parameters that are one object, or have the same memory, shape, strides and `requires_grad`, are tied, and so are
     buffers. With `is_shared`, only tensors that are one object are tied.
 
-    Raises:
-        TypeError, ValueError: The module cannot be split (see `splitting`) or copied, or a pattern of modes matches no
-            module.
-
     Warns:
         UserWarning: A tensor becomes a buffer, or buffers share part of their memory.
-
-    Example:
-        >>> parts = from_module(nn.Linear(2, 1))
-        >>> sorted(parts.params), parts.model.module.weight.device.type
-        (['bias', 'weight'], 'meta')
     """
     if not isinstance(module, nn.Module):
         called = f"; call it: {module.__name__}(...)" if isinstance(module, type) else ""

@@ -206,11 +206,7 @@ def call_model(
 
 
 def warn_of_dropped(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Warn, in the first run of a step, that a pass wrote into buffers, for a caller that drops them.
-
-    Args:
-        after: The buffers that it returned: new tensors, so their versions count the writes of the pass.
-    """
+    """Warn, in the first run of a step, that a pass wrote into buffers, for a caller that drops them."""
     if not is_first_run():
         return
     has_values = not is_transforming() and not any(map(is_fake, after.values()))

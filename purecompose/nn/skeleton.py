@@ -343,9 +343,7 @@ class Guards:
     def restore(self, *, with_layers: bool = False) -> None:
         """Undo what a forward pass wrote into the modules' containers, and name it once in a warning.
 
-        Args:
-            with_layers: Also compare the containers of torch's own layers; one that has changed is compared in every
-                later call, too.
+        With `with_layers` this includes torch's own layers; one that has changed is compared in every later call, too.
         """
         if with_layers and (changed := [guard for guard in self._rare if _is_changed(guard)]):
             self._rare = [guard for guard in self._rare if guard not in changed]

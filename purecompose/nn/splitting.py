@@ -93,11 +93,7 @@ class Sharing:
         return tie
 
     def check(self) -> None:
-        """Look for tensors that share memory without being tied; a state holds each of them separately.
-
-        Warns:
-            UserWarning: They are buffers; if forward writes into one, the other does not change.
-        """
+        """Look for tensors that share memory without being tied; a state holds each of them separately."""
         for first, second in self._overlaps():
             what = f"{first.name!r} and {second.name!r} share memory, but are separate tensors in a state"
             if first.is_param or second.is_param:

@@ -188,9 +188,6 @@ def cells(rule: ByGroup, names: tuple[str, ...], forms: tuple[Hashable, ...] | N
 
     A cell's rule is the optimizer with the group's options, and without groups. Groups with equal options share a cell,
     and empty cells are left out.
-
-    Args:
-        forms: The form of each parameter, if the optimizer treats forms differently.
     """
     members: dict[ByGroup, list[str]] = {}
     rules = [(pattern, rule.overridden(dict(options))) for pattern, options in rule.groups]
@@ -232,12 +229,6 @@ def decayed(
 
     A parameter's decay is computed as p - factor * p rather than (1 - factor) * p: in float32, 1 - 1e-5 loses two
     of the factor's digits.
-
-    Example:
-        >>> import torch
-        >>> from purecompose.schedule import number
-        >>> decayed("by rate", [torch.ones(1)], [torch.full((1,), 4.0)], 0.5, 0.5, number)
-        ([tensor([1.])], [tensor([3.])])
     """
     if weight_decay == 0.0:
         return grads, params
@@ -254,26 +245,14 @@ def shrinkage(how: Decay, weight_decay: Scalar, lr: Scalar, value: Value) -> flo
 
 
 def decayed_cautiously(moved: list[Tensor], params: list[Tensor], shrinkage: float | Tensor) -> list[Tensor]:
-    """Return moved parameters, less a share of the old ones where these did not move away from zero.
-
-    Example:
-        >>> import torch
-        >>> decayed_cautiously([torch.tensor([3.0, 5.0, -3.0])], [torch.tensor([4.0, 4.0, -4.0])], 0.25)
-        [tensor([ 2.,  5., -2.])]
-    """
+    """Return moved parameters, less a share of the old ones where these did not move away from zero."""
     aligned = multiply(sign(params), add(params, moved, -1.0))
     shrunk = add(moved, params, -shrinkage)
     return [torch.where(x >= 0, new, old) for x, new, old in zip(aligned, shrunk, moved, strict=True)]
 
 
 def progress(scalar: Scalar, value: Value) -> float | Tensor:
-    """Return the product of a scalar's schedules, or 1 without schedules.
-
-    Example:
-        >>> from purecompose.schedule import cosine, hparam
-        >>> progress(0.1 * cosine() * hparam("lr", 3.0), lambda schedule: 0.25)
-        0.25
-    """
+    """Return the product of a scalar's schedules, or 1 without schedules."""
     return math.prod((read(one, value) for one in factors_of(scalar) if isinstance(one, Schedule)), start=1.0)
 
 
@@ -394,21 +373,12 @@ def matched_or_raise(
 
 @functools.lru_cache(maxsize=256)
 def matched(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
-    """Return the names that one of the patterns matches (`fnmatch`, on the whole name); cached, as each step needs it.
-
-    Example:
-        >>> matched(("*.bias",), ("0.weight", "0.bias"))
-        frozenset({'0.bias'})
-    """
+    """Return the names that a pattern matches (`fnmatch`, on the whole name); cached, as each step needs it."""
     return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) -> Groups:
-    """Return groups as sorted tuples, with every option checked like the optimizer's own settings.
-
-    Args:
-        groups: Pattern -> options, in the order in which patterns are tried; a mapping or pairs.
-    """
+    """Return groups as sorted tuples, with every option checked like the optimizer's own settings."""
     valid = list(rule.settings_by_name)
     checked = []
     for pattern, options in _pairs(groups, "groups"):

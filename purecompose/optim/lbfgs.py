@@ -95,7 +95,6 @@ class LBFGS:
     evaluates: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        """Return the call that creates it, without settings that are equal to the defaults."""
         defaults = inspect.signature(lbfgs).parameters
         named = self._settings.items()
         return f"lbfgs({', '.join(f'{name}={one!r}' for name, one in named if one != defaults[name].default)})"
@@ -133,12 +132,7 @@ class LBFGS:
         loss: Tensor | None = None,
         gradient: Gradient | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Move every parameter that has a gradient; see `Optimizer.update`.
-
-        Args:
-            loss: The loss at `params`, 0-d, of which `grads` are the gradients.
-            gradient: Function from all parameters to their gradients and the loss, as `state.gradient`.
-        """
+        """Move every parameter that has a gradient; see `Optimizer.update`."""
         self._check([*grads.values(), *params.values()])
         if loss is None or gradient is None:
             raise unsupported("lbfgs", "optimizers around it", repr(self))

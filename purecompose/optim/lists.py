@@ -54,12 +54,7 @@ def alike(xs: list[Tensor], layout: list[Tensor]) -> list[Tensor]:
 
 
 def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tensor]:
-    """Return x + scale * y; `scale` is a number or a 0-d tensor.
-
-    Example:
-        >>> add([torch.ones(2)], [torch.tensor([1.0, 2.0])], -0.5)
-        [tensor([0.5000, 0.0000])]
-    """
+    """Return x + scale * y; `scale` is a number or a 0-d tensor."""
     if isinstance(scale, Tensor):
         if not xs or not is_plain():
             return _kept([x + y * scale for x, y in zip(xs, ys, strict=True)], xs)
@@ -72,12 +67,7 @@ def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tenso
 
 
 def increment(xs: list[Tensor]) -> list[Tensor]:
-    """Return x + 1, for the counts of many parameters in one kernel on a GPU.
-
-    Example:
-        >>> increment([torch.tensor(1.0)])
-        [tensor(2.)]
-    """
+    """Return x + 1, for the counts of many parameters in one kernel on a GPU."""
     return list(torch._foreach_add(xs, 1)) if is_plain() else [x + 1 for x in xs]
 
 
@@ -126,12 +116,7 @@ def sign(xs: list[Tensor]) -> list[Tensor]:
 
 
 def mean_squares(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the mean of x^2 of each tensor, as a vector of `dtype`; NaN for a tensor without elements.
-
-    Example:
-        >>> mean_squares([torch.tensor([1.0, 3.0])], torch.float32)
-        tensor([5.])
-    """
+    """Return the mean of x^2 of each tensor, as a vector of `dtype`; NaN for a tensor without elements."""
     if not is_plain():
         return torch.stack([x.to(dtype).square().mean() for x in xs])
     norms = torch.stack(list(torch._foreach_norm(xs, 2, dtype=dtype)))
@@ -205,14 +190,6 @@ def moved(
     Args:
         memory: What the rule remembers, a list for each quantity, with one tensor for each parameter.
         scalars: The rule's numbers, or 0-d tensors; or lists with one of these for each parameter.
-
-    Example:
-        >>> table = [torch.zeros(3, 2)]
-        >>> grads = [torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])]
-        >>> moved("sgd", table, grads, (), [0.5])[0][0]
-        tensor([[ 0.0000,  0.0000],
-                [-0.5000,  0.0000],
-                [ 0.0000,  0.0000]])
     """
     rows = []
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
@@ -234,12 +211,7 @@ Lists = list[list[Tensor]]
 def tables_apart(
     rule: str, lists: Lists, grads: list[Tensor], scalars: Sequence[Any], rest: Callable[[Lists, list[Tensor]], Lists]
 ) -> Lists:
-    """Return new lists: large tables of a traced step are moved by a rule, and other parameters by `rest`.
-
-    Args:
-        rule: A name in `RULES`, equal to what `rest` computes.
-        rest: Function of the lists and gradients of the other parameters.
-    """
+    """Return new lists: large tables of a traced step are moved by a rule, and other parameters by `rest`."""
     are_tables = [is_traced(param) for param in lists[0]]
     if not any(are_tables):
         return rest(lists, grads)

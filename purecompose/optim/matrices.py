@@ -109,9 +109,6 @@ def orthogonalized(
         matrix: A real matrix, shape (rows, columns), or a stack of them, shape (N, rows, columns).
         coefficients: Coefficients of x, x^3 and x^5.
 
-    Returns:
-        A tensor of the matrix's shape and dtype; all computations use this dtype.
-
     Example:
         >>> orthogonalized(torch.diag(torch.tensor([8.0, 4.0]))).diagonal().round(decimals=2)
         tensor([0.6900, 1.1100])

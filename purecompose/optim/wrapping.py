@@ -65,28 +65,13 @@ def check_guarded(optimizer: Any, where: str) -> None:
 
 
 def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
-    """Return one of two trees, as a whole, chosen on the device.
-
-    Args:
-        is_good: 0-d, bool.
-
-    Returns:
-        `new` if `is_good` is true, else `old`, bit for bit; non-finite elements of the other have no effect.
-
-    Example:
-        >>> chosen(torch.tensor(False), {"w": torch.tensor([torch.nan])}, {"w": torch.tensor([1.0])})
-        {'w': tensor([1.])}
-    """
+    """Return the tree `new` if the 0-d bool is true, else `old`, bit for bit; chosen on the device."""
     return tree.map(lambda a, b: a if a is b else torch.where(is_good, a, b), new, old)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether no element is inf or NaN: 0-d, bool, on the tensors' device; the same on all processes that share
     the tensors' rows.
-
-    Example:
-        >>> all_finite([torch.ones(2), torch.tensor([0.0, torch.nan])])
-        tensor(False)
     """
     found = [tensor.detach() for tensor in tensors if tensor.numel()]
     if shards := [tensor for tensor in found if is_shard(tensor)]:
@@ -125,13 +110,6 @@ class Decaying:
 
     s is the product of the schedules of the inner optimizer's learning rate, 1 without any. Only parameters with a
     gradient decay.
-
-    Example:
-        >>> import torch
-        >>> from purecompose.optim import sgd
-        >>> optimizer, params = Decaying(sgd(0.5), (DecayRule("mine", 0.1),)), {"w": torch.tensor([1.0, 2.0])}
-        >>> optimizer.update({"w": torch.ones(2)}, {}, params)[0]["w"]
-        tensor([0.4000, 1.3000])
     """
 
     inner: Optimizer
@@ -187,16 +165,7 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
 
 
 def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tuple[type, ...] = ()) -> Any:
-    """Return the optimizer with its leaves replaced.
-
-    Args:
-        up_to: Types of wrapping optimizers that also count as leaves.
-
-    Example:
-        >>> from purecompose.optim import by_pattern, sgd
-        >>> map_leaves(lambda leaf: sgd(2 * leaf.lr), by_pattern({"*.bias": sgd(0.1)}, sgd(0.5)))
-        by_pattern({'*.bias': sgd(lr=0.2)}, sgd(lr=1.0))
-    """
+    """Return the optimizer with its leaves replaced."""
     if isinstance(optimizer, up_to):
         return change(optimizer)
     if isinstance(optimizer, ByPattern):
@@ -232,13 +201,7 @@ def warn_of_moved_rows(optimizer: Any, params: Mapping[str, Tensor], tables: Ite
 
 
 def without_groups(optimizer: Any) -> Any:
-    """Return the optimizer without settings for parameters by name; of `by_pattern`, that of the other parameters.
-
-    Example:
-        >>> from purecompose import optim
-        >>> without_groups(optim.by_pattern({"*.bias": optim.adam()}, optim.sgd(0.1, groups={"*.norm": {"lr": 0.2}})))
-        sgd(lr=0.1)
-    """
+    """Return the optimizer without settings for parameters by name; of `by_pattern`, that of the other parameters."""
 
     replace: Any = dataclasses.replace  # a rule is a dataclass, which its base does not say
 

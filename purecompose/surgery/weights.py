@@ -229,10 +229,6 @@ def with_batch(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], num: 
     """Return buffers whose statistics are means over `num` batches, updated with one more batch.
 
     With `num` 0 the old values are ignored, even NaN.
-
-    Example:
-        >>> with_batch({"mean": torch.tensor([torch.nan])}, {"mean": torch.tensor([2.0])}, 0)
-        {'mean': tensor([2.])}
     """
     share = 1 / ((num.double() if isinstance(num, Tensor) else num) + 1)
 

@@ -104,11 +104,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def by_layer(body: Operation, placing: Placing, *, shares_statistics: bool) -> Operation:
-    """Return a body of slices that runs on divided parameters, and whose results are means over all processes.
-
-    Args:
-        shares_statistics: True if batch normalisation may use the statistics of all processes; see `SharedPart`.
-    """
+    """Return a body of slices that runs on divided parameters, and whose results are means over all processes."""
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
         state, whole_part = carry.state, purpose.part

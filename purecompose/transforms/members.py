@@ -26,7 +26,6 @@ class Common:
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        """Wrap a tensor, or an object that contains tensors."""
         self.value = value
 
 
@@ -191,12 +190,7 @@ _REFUSED = (
 
 @contextmanager
 def explained(where: str, one: str, remedy: str, state: State | None = None, num: int = 0) -> Iterator[None]:
-    """Return a context manager in which errors of vmap are reported with the layer, the line and a remedy.
-
-    Args:
-        where: What maps, for the messages.
-        one: What it maps over, "member" or "example".
-    """
+    """Return a context manager in which errors of vmap are reported with the layer, the line and a remedy."""
     try:
         with unvalidated():
             yield

@@ -71,11 +71,7 @@ def map_targets(fn: Callable[[Tensor], Tensor], targets: Any, images: Tensor, ta
 def with_images(
     state: State, name: str, input_field: batches.Field | None, change: Callable[[random.Rng, Tensor], Tensor]
 ) -> State:
-    """Return the state with changed images in its batch.
-
-    Args:
-        change: A function `(rng, images) -> images`.
-    """
+    """Return the state with its batch's images changed by a function `(rng, images) -> images`."""
     return with_images_and_targets(
         state, name, (input_field, None), lambda rng, images, _: (change(rng, images), None), False
     )
@@ -144,10 +140,8 @@ def one_operation_each(
 ) -> Tensor:
     """Apply to each image one operation, drawn for this image, with a separately drawn strength.
 
-    Args:
-        stored: Levels (N, C, H, W), N at least 1, in the form that the scale stores.
-        severity: The greatest strength, in [0, 10].
-        num_groups: The number of consecutive groups of equal size whose operations are drawn independently.
+    The levels (N, C, H, W), N at least 1, are in the form that the scale stores. Operations are drawn independently in
+    `num_groups` consecutive groups of equal size.
     """
     if isinstance(severity, Tensor) and severity.ndim:
         raise ValueError(f"severity: expected one number, 0-d, got shape {tuple(severity.shape)}")
@@ -189,12 +183,10 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
 def treated(
     rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]], *, num_groups: int = 1
 ) -> Tensor:
-    """Apply one of the treatments to each image.
+    """Apply one of the treatments, `(images (n, ...), their indices (n,)) -> images (n, ...)`, to each of N >= 1
+    images.
 
-    Args:
-        images: (N, ...), N at least 1.
-        treatments: Functions `(images (n, ...), their indices (n,)) -> images (n, ...)`.
-        num_groups: The number of consecutive groups of equal size, to which treatments are assigned independently.
+    They are assigned independently in `num_groups` consecutive groups of equal size.
     """
     num_lists, size = len(treatments) * num_groups, len(images) // num_groups
     lists: list[Any] = [None] * num_lists

@@ -184,14 +184,9 @@ def _shifted(levels: Tensor, pixels: Tensor, dim: int) -> Tensor:
 
 
 def sampled(levels: Tensor, grid: Tensor) -> Tensor:
-    """Return levels at positions between pixels; positions outside the image are black.
+    """Return the levels (N, C, H, W) at positions x and y between pixels, (N, K, L, 2), as (N, C, K, L).
 
-    Args:
-        levels: (N, C, H, W), floating.
-        grid: The positions x and y, (N, K, L, 2), where -1 and 1 are the outer borders of the image.
-
-    Returns:
-        The levels, (N, C, K, L).
+    -1 and 1 are the outer borders of the image, and positions outside are black.
     """
     is_traced = torch.compiler.is_compiling() or is_fake(levels) or is_fake(grid)
     # The operator is used for values only; gradients of all kinds use torch's function.

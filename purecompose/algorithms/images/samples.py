@@ -100,15 +100,9 @@ class Scale(NamedTuple):
 
 
 def on_levels(images: Tensor, fn: Callable[[Tensor, Scale], Tensor], value_range: ValueRange, where: str) -> Tensor:
-    """Apply a function of levels to images.
+    """Apply a function `(levels (N, C, H, W), scale) -> levels` to images (N, C, H, W) or (C, H, W), uint8 or floating.
 
-    Args:
-        images: (N, C, H, W) or one image (C, H, W), uint8 or floating.
-        fn: A function `(levels (N, C, H, W), scale) -> levels`, both in the form that the scale stores.
-        value_range: See `Scale.of`.
-
-    Returns:
-        Images of the shape and dtype of `images`.
+    Levels are in the form that the scale stores.
     """
     check_image_tensor(images, f"{where}: images", has_levels=True)
     check_value_range(value_range, f"{where}: value_range", images.shape[-3])

@@ -61,22 +61,6 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
     Returns:
         A context manager, for one use; after `with ... as record`, `record.count` is the number of random calls
         handled.
-
-    Raises:
-        UnkeyedRandomError: Inside the scope: a function was given a `generator`, or runs in a region that
-            `torch.utils.checkpoint` will compute again (see `checkpoint`).
-
-    Example:
-        >>> from purecompose.random import key
-        >>> x = torch.ones(4, 6)
-        >>> with keyed(Rng(key(0)), num_examples=4) as record:
-        ...     whole = torch.nn.functional.dropout(x)
-        >>> record.count
-        1
-        >>> with keyed(Rng(key(0)), num_examples=2, first_example=2):
-        ...     half = torch.nn.functional.dropout(x[2:])
-        >>> torch.equal(half, whole[2:])
-        True
     """
     return Keyed(rng, num_examples, first_example)
 
@@ -90,11 +74,7 @@ BY_KEY = (
 
 
 class Detector(DispatchMode):
-    """Mode that `detect` switches on.
-
-    Attributes:
-        found: The names of the random operations that were detected, in order.
-    """
+    """Mode that `detect` switches on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,15 +105,6 @@ def detect() -> Detector:
 
     It intercepts the operations that torch tags as seeded, below the level of Python. It costs far more than `keyed`:
     use it while tracing, and in the first step.
-
-    Raises:
-        UnkeyedRandomError: Inside the scope, at the first such operation.
-
-    Example:
-        >>> with detect():
-        ...     torch.ops.aten.rand([2])  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        purecompose.errors.UnkeyedRandomError: `torch.rand` ... would draw from a generator (aten.rand.def...
     """
     return Detector()
 

@@ -124,12 +124,7 @@ def _build_mlp(
 def _build_images(
     make_fn: Callable[..., nn.Module], min_size: Callable[[nn.Module], int] = lambda net: 4
 ) -> Callable[..., nn.Module]:
-    """Return the builder of a network for images.
-
-    Args:
-        min_size: The fewest pixels of a side that the network takes; by default 4, since the others halve the size at
-            least twice.
-    """
+    """Return the builder of a network for images."""
 
     @functools.wraps(make_fn)  # its signature shows the options
     def builder(in_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:

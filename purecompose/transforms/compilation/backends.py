@@ -58,13 +58,7 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 
 
 def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode: str | None) -> Compiled:
-    """Compile a graph whose placeholders carry fake tensors (`meta["val"]`).
-
-    Args:
-        graph: The graph, pure except for `copy_` into placeholders.
-        backend: `"inductor"`, `"eager"` (the graph as Python, for inspecting what was traced), or anything that
-            `torch.compile(backend=...)` accepts.
-    """
+    """Compile a graph with fake tensors in its placeholders, pure except for `copy_` into placeholders."""
     look_up_rows(graph)
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
     if backend == "eager" or is_empty or not _placeholders(graph):

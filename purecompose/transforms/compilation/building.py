@@ -42,11 +42,7 @@ from purecompose.transforms.signature import (
 
 
 class Builder:
-    """The builder of a step's compiled parts.
-
-    Attributes:
-        variants: The parts that it has built, in order.
-    """
+    """The builder of a step's compiled parts."""
 
     def __init__(self, step: Step, options: Options) -> None:
         self.step, self.options = step, options

@@ -75,11 +75,7 @@ class GraphCache:
         return self._entries[entry_key]
 
     def plan(self, boundary: Boundary, bits: int, first_stretch: int = 0) -> ExecutionPlan:
-        """Return the plan from a boundary to the end of the step, or to the next host algorithm.
-
-        Args:
-            first_stretch: The stretch of the step that begins there.
-        """
+        """Return the plan from a boundary to the end of the step, or to the next host algorithm."""
         stretches = self.segments.stretches(self.step.lowered(bits), bits)
         parts: list[PlanPart] = []
         for stretch in stretches[first_stretch:]:
@@ -136,7 +132,6 @@ class GraphCache:
         return self.step.members.in_order([lowered for stretch in stretches for lowered in stretch.lowered])
 
     def has_host(self, bits: int) -> bool:
-        """Return whether a host algorithm acts in a schedule."""
         return any(lowered.is_host for lowered in self.step.lowered(bits))
 
     def _plan_of_known(self, boundary: Boundary, bits: int, first_stretch: int) -> ExecutionPlan | None:

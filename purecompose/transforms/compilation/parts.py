@@ -184,11 +184,8 @@ class CompiledPart:
         return boundary.after(settled, self.used)
 
     def run(self, values: Values, buffers: StateBuffers, *, from_buffers: bool) -> None:
-        """Run the part and put its results into `values`.
-
-        Args:
-            buffers: The buffers that the step writes into at its end.
-            from_buffers: True if the donated fields in `values` are the buffers themselves.
+        """Run the part and put its results into `values`; with `from_buffers` donated fields there are the buffers
+        themselves.
         """
         if from_buffers:
             bound = buffers.bound.get(self) or self._bind(buffers)
@@ -235,13 +232,9 @@ class PlanPart(Protocol):
     is_plain: bool
     writes_buffers: bool
 
-    def compiled_parts(self) -> Iterable[CompiledPart]:
-        """Return the compiled parts in it."""
-        ...
+    def compiled_parts(self) -> Iterable[CompiledPart]: ...
 
-    def after(self, boundary: Boundary, /) -> Boundary:
-        """Return the boundary after it."""
-        ...
+    def after(self, boundary: Boundary, /) -> Boundary: ...
 
     def run(self, values: Values, buffers: StateBuffers, /, *, from_buffers: bool) -> None:
         """Run it and put its results into `values`."""

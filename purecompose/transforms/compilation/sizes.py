@@ -78,10 +78,8 @@ class Sizes:
     def __init__(
         self, mode: FakeTensorMode, signatures: Mapping[str, Signature], layout: Layout, *, is_all: bool
     ) -> None:
-        """Create the symbols for a batch that is being traced.
-
-        Args:
-            is_all: True for a symbol for each dimension of the batch, False for one for the number of examples.
+        """Create a symbol for the number of examples, or with `is_all` for each dimension, of a batch that is being
+        traced.
         """
         assert mode.shape_env is not None
         self._env, self._is_all, self._layout = mode.shape_env, is_all, layout

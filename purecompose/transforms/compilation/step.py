@@ -88,15 +88,9 @@ def compile(  # noqa: A001
 
 
 class CompiledStep(Step):
-    """A step whose calls run compiled; made by `compile`. Its other methods run as composed.
-
-    Attributes:
-        step: The composed step.
-        options: The options for compiling it.
-    """
+    """A step whose calls run compiled; made by `compile`. Its other methods run as composed."""
 
     def __init__(self, step: Step, options: Options) -> None:
-        """Copy the step's data; nothing is compiled yet."""
         super().__init__(step.program, step.algorithms, step.passes, step.cut, step.members)
         self.step: Step = step
         self.options: Options = options
@@ -358,12 +352,7 @@ _MOST_PLANS = 4096
 
 
 def call_in_torch_compile(step: Step, state: State, batch: Any, backend: Any) -> State:
-    """Return the state after one batch.
-
-    Args:
-        step: A composed step; it is compiled once for each backend.
-        backend: The backend of the `torch.compile` around the call, as `torch.compile` wraps it.
-    """
+    """Return the state after one batch."""
     known = step._cache.within_torch_compile
     compiled = next((one for given, one in known if given is backend or given == backend), None)
     if compiled is None:
