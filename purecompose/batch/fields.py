@@ -290,7 +290,7 @@ def _missing(batch: Any, field: Any) -> str:
     return (
         f"the batch ({type(batch).__name__}) has no member {field!r}; it has {has}. "
         "Name the right one with State.create(..., input_field=..., target_field=...); input_field=batch.WHOLE is for "
-        "all members as keyword arguments, and target_field=None for a loss that reads no target"
+        "all members as keyword arguments; target_field=None is for a loss that reads no target"
     )
 
 

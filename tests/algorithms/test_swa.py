@@ -346,7 +346,7 @@ class Rateless:
     ("optimizer", "words"),
     [
         (optim.sgd(pc.hparam("lr", 0.1)), "swa_lr=0.02 replaces the learning rate, which is hparam"),
-        (optim.sgd(pc.hparam("lr", 0.1) * schedule.cosine()), "leave the hparam out of the rate, or leave swa_lr out"),
+        (optim.sgd(pc.hparam("lr", 0.1) * schedule.cosine()), "leave the hparam out of the rate"),
         (optim.sgd(0.1, groups={"*.bias": {"lr": pc.hparam("bias_lr", 0.1)}}), "hparam"),
         (Rateless(), r"swa: expected an optimizer with a learning rate, a setting lr, got .*Rateless"),
     ],

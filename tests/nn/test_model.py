@@ -576,7 +576,7 @@ class Viewing(nn.Module):
         (
             lambda: nn.Sequential(Hidden()),
             ValueError,
-            r"Sequential holds 2 tensors in.*float32\[3\], in 0\.prior\..*in forward",
+            r"Sequential holds 2 tensors in.*float32\[3\], in 0\.prior\. Keep them in lists",
         ),
         (Uncopyable, TypeError, "Uncopyable cannot be deep-copied: .*lock"),
     ],
