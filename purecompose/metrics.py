@@ -104,9 +104,6 @@ def perplexity(loss_fn: Callable[..., Tensor] | None = None) -> Metric:
         loss_fn: A mean of -log p over positions, in nats; by default cross entropy without the index that the state's
             loss leaves out.
 
-    Raises:
-        TypeError: `loss_fn` is not a loss.
-
     Example:
         >>> metric = perplexity()
         >>> round(metric.compute(metric.update(metric.init(), torch.zeros(2, 8, 5), torch.ones(2, 5).long())).item(), 4)

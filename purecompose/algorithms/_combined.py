@@ -154,9 +154,6 @@ def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
         *methods: At least two methods with different names.
         name: Name of the method; by default the names, as in "cutout_then_mixup".
 
-    Raises:
-        TypeError, ValueError: As `one_of`.
-
     Example:
         >>> from purecompose.algorithms import cutmix, cutout, mixup
         >>> one_of(chain(cutout(), mixup()), cutmix()).name

@@ -56,11 +56,6 @@ def cutmix_batch(
         partner's box pasted in. The box is scaled to maps of another size: the positions inside are those whose centre
         is inside the images' box.
 
-    Raises:
-        TypeError: Inputs are not one tensor (N, C, H, W), targets are not tensors, or there is no key although
-            something must be drawn.
-        ValueError: A number is out of range, shapes do not match, or `interpolate_loss` is set with maps.
-
     Example:
         >>> from purecompose.random import key
         >>> images, targets = torch.tensor([0, 1]).reshape(2, 1, 1, 1).expand(2, 1, 2, 2), torch.tensor([0, 1])

@@ -51,9 +51,6 @@ def cutout_batch(
     Returns:
         The images with holes, of the shape and dtype of `images`.
 
-    Raises:
-        TypeError, ValueError: `images` is not a tensor of such a shape, or there is no key.
-
     Example:
         >>> from purecompose.random import key
         >>> cutout_batch(key(0), torch.arange(1, 17).view(1, 4, 4), length=0.5)

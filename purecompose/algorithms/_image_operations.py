@@ -53,10 +53,6 @@ def randaugment_batch(
     Returns:
         Images of the shape and dtype of `images`.
 
-    Raises:
-        TypeError: Images that are not a tensor of uint8 or floats, no key, or a setting of the wrong type.
-        ValueError: A setting out of range, an unknown operation, or images with another number of dimensions.
-
     Example:
         >>> import torch
         >>> from purecompose.random import key

@@ -147,9 +147,6 @@ def gradient_clipping(
             norm, such as `("head.*",)`.
         name: Name of the algorithm.
 
-    Raises:
-        TypeError, ValueError: In the step: a pattern that matches no parameter.
-
     Example:
         >>> gradient_clipping("norm", 1.0)
         gradient_clipping(clipping_type='norm', clipping_threshold=1.0)
@@ -227,9 +224,6 @@ def decoupled_weight_decay(
         exclude: Patterns (`fnmatch`) of names of other parameters that do not decay, such as `("embedding.*",)`.
         where: Pattern or patterns of the names of parameters that decay, such as "student.*"; by default all.
         name: Name of the algorithm.
-
-    Raises:
-        TypeError, ValueError: At INIT: a pattern that matches nothing.
 
     Warns:
         UserWarning: At INIT: the optimizer itself has a weight decay.

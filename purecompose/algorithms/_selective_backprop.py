@@ -92,10 +92,6 @@ def select_using_loss(
     Returns:
         The chosen rows of inputs and targets, in the order in which they were drawn.
 
-    Raises:
-        TypeError, ValueError: A setting out of range, a loss without a reduction, or inputs that are not images
-            although `scale_factor` is below 1.
-
     Example:
         >>> from purecompose.random import key
         >>> inputs, targets = torch.randn(8, 3), torch.arange(8) % 3

@@ -54,10 +54,6 @@ def mixup_batch(
         The mixed inputs, of a floating dtype, and a `Mixture` whose second half of terms are the partners' targets,
         with weight `mixing`.
 
-    Raises:
-        TypeError: Inputs or targets are not tensors, or there is no key although something must be drawn.
-        ValueError: A number is out of range, or shapes do not match.
-
     Example:
         >>> from purecompose.random import key
         >>> inputs, targets = torch.tensor([[0.0], [4.0]]), torch.tensor([0, 1])

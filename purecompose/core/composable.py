@@ -59,7 +59,10 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     chosen = _as_tuple(given, "algorithms")
     for algorithm in chosen:
         if not isinstance(algorithm, Algorithm):
-            raise TypeError(f"expected an Algorithm, got {shown(algorithm)}; {_how_to_make_one(algorithm)}")
+            hint = "call a factory, as in alg.mixup(alpha=0.2)"
+            if _is_foreign(algorithm):
+                hint = "pc.Algorithm(name, match, apply) makes one of functions of (event, state)"
+            raise TypeError(f"expected an Algorithm, got {shown(algorithm)}; {hint}")
         check_hidden([algorithm.apply, algorithm.match, dict(algorithm.config)], algorithm.name)
     twice = [name for name, count in Counter(name for a in chosen for name in a.names).items() if count > 1]
     if twice:
@@ -70,12 +73,6 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
 def _is_foreign(given: Any) -> bool:
     """Return whether an object is an algorithm by its methods, as those of Composer."""
     return not isinstance(given, type) and all(hasattr(given, method) for method in ("match", "apply"))
-
-
-def _how_to_make_one(given: Any) -> str:
-    if not _is_foreign(given):
-        return "call a factory, as in alg.mixup(alpha=0.2)"
-    return "pc.Algorithm(name, match, apply) makes one of functions match(event, state) and apply(event, state)"
 
 
 def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:

@@ -204,10 +204,6 @@ class Microbatches(Scope):
             into as few slices of (nearly) equal size as possible, a short batch into fewer. Without either argument,
             the settings of `compose` are used.
 
-    Raises:
-        TypeError: A number is not an int.
-        ValueError: A number is below 1, or both are given.
-
     Example::
 
         Microbatches(Grad(BEFORE_FORWARD, forward, AFTER_FORWARD, BEFORE_LOSS, loss, AFTER_LOSS), AFTER_BACKWARD)

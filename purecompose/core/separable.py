@@ -119,7 +119,8 @@ def check_scope(
         few = batches.take(state.batch, _spread(state, most), num)
     else:
         few = layout.split(state.batch, -(-num // most))[0]
-    carry = carry._replace(state=tree.map(_detached, state.replace(batch=few)))
+    state = tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state.replace(batch=few))
+    carry = carry._replace(state=state)
     for operation in earlier:
         carry = operation(carry, NO_PURPOSE)
     state = carry.state
@@ -308,10 +309,6 @@ def _spread(state: State, most: int) -> Tensor:
 
 def _subject(state: State) -> str:
     return f"the loss {shown(state.context.loss)}"
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 _COMPARED = NO_PURPOSE._replace(is_compared=True)

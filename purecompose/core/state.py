@@ -296,9 +296,6 @@ class State(Values):
             name: A name for the network's draws: passes with the same name in one step share them, for example one
                 dropout mask for two inputs.
 
-        Raises:
-            ValueError: The state is a population's.
-
         Warns:
             UserWarning: In the first run of a step, with `train`: the network wrote into buffers.
         """

@@ -248,11 +248,7 @@ def _tensors_of(module: nn.Module, *, is_shared: bool = False) -> _Tensors:
 
 
 def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
-    """Return a plain `nn.Module` in training mode with copies of these tensors; tied tensors remain tied.
-
-    Raises:
-        KeyError: A tensor of the architecture is missing.
-    """
+    """Return a plain `nn.Module` in training mode with copies of these tensors; tied tensors remain tied."""
     module = model.skeleton(train=True).filled_copy(params, buffers)
     for one in module.modules():
         if parametrize.is_parametrized(one):

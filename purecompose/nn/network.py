@@ -345,7 +345,8 @@ class _Pass(NamedTuple):
     def _compared(self, run: Callable[[], _Result | None]) -> _Result | None:
         """Return the result of `run`, or None if it advanced a global generator, which is then restored."""
         device = _device(self.params)
-        cpu, cuda = _generators(device)
+        cpu = torch.default_generator
+        cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
         before = cpu.get_state(), 0 if cuda is None else cuda.get_offset()
         result = run()
         if torch.equal(cpu.get_state(), before[0]) and (cuda is None or cuda.get_offset() == before[1]):
@@ -383,11 +384,6 @@ def _is_hidden() -> bool:
     if is_watched():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _generators(device: torch.device) -> tuple[torch.Generator, torch.Generator | None]:
-    cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
-    return torch.default_generator, cuda
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -246,10 +246,6 @@ def adafactor(
         `"variance"`, of the parameter's shape, for the others; all but the step in the parameters' dtypes. The
         parameters of one group have to be on one device.
 
-    Raises:
-        TypeError: A setting is of the wrong kind, a group has an unknown option; from `init`, a parameter is complex.
-        ValueError: A setting is out of range.
-
     Example:
         >>> optimizer = adafactor(0.5)
         >>> params = {"w": torch.tensor([1.0, -1.0])}

@@ -62,10 +62,6 @@ def sgd(
         A frozen, hashable optimizer. Its state is `{"momentum": {name: tensor}}`, of the parameters' shapes
         and dtypes, and with dampening `{"step": {name: tensor}}`, 0-d float32 counts of updates.
 
-    Raises:
-        TypeError: A setting is of the wrong kind, or a group has an unknown option.
-        ValueError: A setting is out of range, or Nesterov is used without momentum or with dampening.
-
     Example:
         >>> optimizer = sgd(0.5, momentum=0.9)
         >>> params = {"w": torch.tensor([1.0, 2.0])}

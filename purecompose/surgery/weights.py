@@ -71,9 +71,6 @@ def with_weights(state: State, name: str) -> State:
         state: A state, or the state of a population.
         name: Name of the averaging algorithm, such as "ema".
 
-    Raises:
-        ValueError: There are no averages of this name.
-
     Example::
 
         evaluate(with_weights(state, "ema"), test)

@@ -303,9 +303,6 @@ class SqueezeExcite2d(nn.Module):
         squeeze: W1, (width, C).
         excite: W2, (C, width).
 
-    Raises:
-        TypeError, ValueError: A number is of the wrong kind or out of range, such as a width of 64.5.
-
     Example:
         >>> import torch
         >>> SqueezeExcite2d(8, 4)(torch.ones(2, 8, 5, 5)).shape

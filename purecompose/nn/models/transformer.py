@@ -241,11 +241,6 @@ def gpt(
         dropout: Probability of dropping an attention weight, or a value that is added to a vector, [0, 1).
         is_tied: True if the last layer shares the weights of the first.
 
-    Raises:
-        ValueError: A size is below 1, the width is not a multiple of the number of heads, or the dropout is outside
-            [0, 1); in `forward`, tokens are not integers (N, L), or are longer than `max_length`.
-        TypeError: A setting has another type.
-
     Example:
         >>> gpt(65, 16, width=16, depth=1)(torch.zeros(2, 12, dtype=torch.int64)).shape
         torch.Size([2, 12, 65])

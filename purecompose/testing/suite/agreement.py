@@ -466,9 +466,8 @@ _DRAWING = ("bystander", "noise")
     "a compiled step does what the step does, with the same draws, within rounding",
     "apply runs once, on tensors without numbers, and its graph serves all steps: choose with torch.where, not if; no "
     "float(), .item(), .numpy() or x[mask]; what changes from step to step comes from the state: time from "
-    "state.clock, not from state.timestamp or match, memory from state.slots[name], settings from hparams; keep no "
-    "tensor in a closure, a cache or a global, not even from one event to the next, and do not ask with `is`; or "
-    "declare host=True",
+    "state.clock, memory from state.slots[name], settings from hparams; keep no tensor in a closure, a cache or a "
+    "global; or declare host=True",
     owns=(SealedTimeError,),
     exempt=never_acts,
     most_cases=12,

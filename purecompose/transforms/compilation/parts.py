@@ -329,7 +329,8 @@ class Segments:
         """Return a schedule's operations, cut between segments and around host algorithms, without empty stretches."""
         runs: list[tuple[int, str, list[Lowered]]] = []
         for lowered in operations:
-            segment, kind = self._of_node[lowered.node], _kind(lowered)
+            segment = self._of_node[lowered.node]
+            kind = "host" if lowered.is_host else "graph" if lowered.with_slices is None else "sliced"
             if kind != "graph" or not runs or runs[-1][:2] != (segment, "graph"):
                 runs.append((segment, kind, []))
             runs[-1][2].append(lowered)
@@ -337,12 +338,6 @@ class Segments:
             Stretch(segment, number, tuple(members), kind, bits & self._masks[segment])
             for number, (segment, kind, members) in enumerate(runs)
         ]
-
-
-def _kind(lowered: Lowered) -> str:
-    if lowered.is_host:
-        return "host"
-    return "graph" if lowered.with_slices is None else "sliced"
 
 
 def _pieces(program: Sequence[Node]) -> list[list[Node]]:
