@@ -28,10 +28,18 @@ class Metric(NamedTuple):
         compute: `compute(accumulator) -> value`, 0-d; NaN without examples.
 
     Example:
-        >>> from purecompose.metrics import accuracy
-        >>> acc = accuracy.init()
-        >>> acc = accuracy.update(acc, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
-        >>> accuracy.compute(acc).item()
+        The share of right answers among those for class 1, from two counts that add up:
+
+        >>> def init(device=None):
+        ...     return torch.zeros(2, dtype=torch.int64, device=device)
+        >>> def update(counts, outputs, targets):
+        ...     found = outputs.argmax(1) == 1
+        ...     return counts + torch.stack([(found & (targets == 1)).sum(), found.sum()])
+        >>> def compute(counts):
+        ...     return counts[0] / counts[1]
+        >>> precision = Metric(init, update, compute, name="precision", higher_is_better=True, is_sum=True)
+        >>> outputs, targets = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 1])
+        >>> precision.compute(precision.update(precision.init(), outputs, targets)).item()
         0.5
     """
 

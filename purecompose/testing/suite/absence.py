@@ -180,8 +180,7 @@ _Seen = dict[_Draw, Event]
 
 
 @define_law(
-    "draws depend on the run's key and on the batch's number, each has a name of its own, and they share names with "
-    "no one",
+    "draws depend on the run's key and on the batch's number, and each has a unique name, which no other method uses",
     "draw from state.rng(name) or state.example_rng(name), whose name begins with the algorithm's own, as the factory "
     "was given it, and says what is drawn: state.rng(f'{name}.order'); seed no generator of your own; what is to stay "
     "the same all through the run, draw at INIT and keep in state.slots[name]",

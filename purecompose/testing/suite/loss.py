@@ -259,7 +259,7 @@ def ignored_stay_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bo
 
 
 @define_law(
-    "targets may be a Mixture, as they are beside MixUp and CutMix",
+    "targets may be a Mixture, as they are when MixUp or CutMix is also active",
     "read targets by losses.Mixture.of(state.targets), which has targets and weights, and change them by its method "
     "map(fn), which keeps the weights; a method that cannot take mixed targets raises a TypeError that says so",
     exempt=never_acts,

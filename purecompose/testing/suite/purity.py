@@ -39,7 +39,7 @@ _LABELS = ("before", "after")
 
 
 @define_law(
-    "what a step or an algorithm is given is bit for bit as it was afterwards, and stays the caller's",
+    "the inputs of a step or an algorithm are unchanged afterwards, bit for bit, and still belong to the caller",
     "make new tensors and dictionaries: x.mul(2) for x.mul_(2), {**params, name: tensor} for params[name] = tensor; "
     "remember in state.slots[name], not in attributes of tensors, and of a batch remember copies (x.clone())",
     owns=(InPlaceError,),
@@ -171,7 +171,7 @@ _Answers = dict[tuple[int, Event], bool]
 
 
 @define_law(
-    "match answers by time and shapes only, the same whenever it is asked, and the step acts where it says so",
+    "match depends only on time and shapes, always gives the same answer, and the step acts where it matches",
     "let match read the event, state.timestamp and shapes only, and write nothing; choose by values inside apply with "
     "torch.where, or declare host=True",
     owns=(MatchError,),

@@ -140,7 +140,7 @@ def _no_pair(algorithm: Algorithm) -> str | None:
 
 
 @define_law(
-    "what the algorithm puts in place of something at a BEFORE event is back, as it was, after the AFTER event",
+    "whatever the algorithm replaces at a BEFORE event is restored after the matching AFTER event",
     "keep the original in state.slots[name] at the first event, put that back at the second and drop the slot; do not "
     "compute it back; let both halves match at the same times; or, if the change is meant to last, act at the closing "
     "event in a second algorithm",
