@@ -1,6 +1,5 @@
 """Parts that methods share: declared settings with their checks, reported numbers, a choice among states, surgery."""
 
-import copy
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
@@ -20,6 +19,7 @@ from purecompose.core.values import TENSOR_FIELDS
 from purecompose.errors import FormError
 from purecompose.losses.evaluation import with_weights
 from purecompose.losses.targets import Mixture, per_row
+from purecompose.nn.layers.replacing import recast
 from purecompose.random.keys import as_rng
 from purecompose.schedule.declared import Within
 from purecompose.surgery.weights import to_module
@@ -333,9 +333,8 @@ def changed(module: nn.Module, mixin: type[Derived] | None = None, **children: n
         mixin: A class whose methods override the module's.
         children: Modules that replace the children or attributes of these names.
     """
-    twin = copy.copy(module)
-    if mixin is not None:
-        twin.__class__ = _derived(mixin, type(module))
+    # Not copy.copy, which parametrized modules refuse.
+    twin = recast(module, type(module) if mixin is None else _derived(mixin, type(module)))
     vars(twin)["_modules"] = {**module._modules, **children}
     for name in children:
         vars(twin).pop(name, None)  # a plain attribute, such as a function, would hide the child

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import purecompose as pc
 from purecompose import losses, optim
@@ -53,6 +54,21 @@ def test_training_evaluation_and_exported_networks_have_capped_logits(cap: float
     module = pc.to_module(after)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(twin(inputs), after.forward(inputs))
+
+
+def test_a_parametrized_layer_is_capped_and_trains() -> None:
+    net, (inputs, labels) = make_net(), make_batch()
+    head: Any = list(net.modules())[-1]
+    weight_norm(head)
+    step = pc.compose(pc.loop_events, [logit_softcap(0.5)])
+    state = step.init(make_state(net, optimizer=optim.sgd(0.1)))
+    expected = by_hand(net(inputs), 0.5)
+    torch.testing.assert_close(state.forward(inputs), expected)
+    grads = torch.autograd.grad(nn.functional.cross_entropy(expected, labels), list(net.parameters()))
+    after = step(state, (inputs, labels))
+    for (name, param), grad in zip(net.named_parameters(), grads, strict=True):
+        torch.testing.assert_close(after.params[name], param - 0.1 * grad)
+    assert torch.equal(copy.deepcopy(pc.to_module(after))(inputs), after.forward(inputs))
 
 
 def test_the_last_layer_is_changed_once_and_tied_weights_stay_tied() -> None:
