@@ -33,7 +33,7 @@ def compute_ema(
     """Update averages with new weights: `smoothing * average + (1 - smoothing) * weight`, element by element.
 
     Args:
-        averages: Floating tensors, by name.
+        averages: Tensors by name, such as a `state_dict`. Integers, as batch norm's counts, become those of `weights`.
         weights: Tensors with at least the same names, of the same shapes.
         smoothing: The factor s in [0, 1], a number or a 0-d tensor. 1 returns exactly the averages, 0 the weights.
 
@@ -195,12 +195,15 @@ class _Halving:
 def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
     """Return `low + share * (high - low)` element by element, in the dtypes of `low`; exact for shares of 0 and 1.
 
+    Tensors that are not floating, which have nothing in between, are those of `high`.
     The share, a number or a 0-d tensor, is rounded to each dtype as late as possible: pass a small share in float64.
     """
-    kinds = dict.fromkeys((value.dtype, value.device) for value in low.values())
+    kinds = dict.fromkeys((value.dtype, value.device) for value in low.values() if value.is_floating_point())
     shares = {kind: as_scalar(share, *kind) for kind in kinds}
     return {
         name: torch.lerp(value, high[name].to(value.dtype), shares[value.dtype, value.device])
+        if value.is_floating_point()
+        else high[name]
         for name, value in low.items()
     }
 

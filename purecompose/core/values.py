@@ -103,7 +103,7 @@ class Values:
     grads: dict[str, Tensor] | None = _field(TEMPORARY, _none)
     """Inside a step: the gradients of the trainable parameters that the loss reaches; the others are absent."""
     clock: Clock | None = _field(HIDDEN, _none)
-    """Inside a step: the time, as tensors."""
+    """Inside a step: the time: 0-d tensors `batch`, `epoch`, `batch_in_epoch`, `sample`, `token` and `elapsed`."""
     first_example: Any = _field(HIDDEN, _none)
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
     whole_loss: Any = _field(HIDDEN, _none)

@@ -36,10 +36,15 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
         (True, False)
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        remedy = (
+            "pass `targets.soft(outputs)`, or call losses.evaluate_loss"
+            if isinstance(targets, Mixture)
+            else "let the loss or the model's forward pick the tensor out (as in `outputs.logits`), or use "
+            "losses.model_loss where the model computes its own loss"
+        )
         raise TypeError(
-            f"expected outputs and targets as tensors, got {type(outputs).__name__} and "
-            f"{type(targets).__name__}; let the loss or the model's forward pick the tensor out (as in "
-            "`outputs.logits`), or use losses.model_loss where the model computes its own loss"
+            f"expected outputs and targets as tensors, got {type(outputs).__name__} and {type(targets).__name__}; "
+            f"{remedy}"
         )
     given, scores = targets.shape, outputs.shape
     if given == scores:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from purecompose._support.internals import is_readable
 from purecompose._support.specs import check_number
-from purecompose.random.draws import Shape, box_muller, check_float, element_bits, open_unit
+from purecompose.random.draws import Shape, box_muller, check_float, element_bits, laid_as, open_unit
 from purecompose.random.keys import Rng
 from purecompose.random.philox import WORD
 
@@ -51,7 +51,8 @@ def exponential(
     check_float(dtype, "exponential")
     if not isinstance(rate, Tensor):
         check_number(rate, "exponential: rate", 0, above=True)
-    return (-torch.log(open_unit(key, shape, dtype, "exponential", wide=torch.float64)) / rate).to(dtype)
+    unit = laid_as(shape, open_unit(key, shape, dtype, "exponential", wide=torch.float64))
+    return (-torch.log(unit) / rate).to(dtype)
 
 
 def gamma(
@@ -66,7 +67,7 @@ def gamma(
         key: A key or an `Rng`.
         concentration: The shape parameter, positive; a number or a tensor that broadcasts with `shape`, whose
             values are not checked.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). None for the shape of `concentration`.
+        shape: As for `bits`; None for the shape of `concentration`.
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
@@ -87,7 +88,7 @@ def gamma(
     else:
         log = _log_gamma(bits, _on(bits, alpha))
     # Clamped after rounding, because a positive float64 number may be 0 in a narrower dtype.
-    return torch.exp(log).to(dtype).clamp(min=torch.finfo(dtype).smallest_normal)
+    return laid_as(shape, torch.exp(log).to(dtype).clamp(min=torch.finfo(dtype).smallest_normal))
 
 
 def beta(
@@ -108,7 +109,7 @@ def beta(
         a: Weight of 1, positive; a number or a tensor that broadcasts with `shape`, whose values are not
             checked.
         b: Weight of 0, as `a`.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). None for the broadcast shape of `a` and `b`.
+        shape: As for `bits`; None for the broadcast shape of `a` and `b`.
         dtype: float16, bfloat16, float32 or float64.
 
     Returns:
@@ -128,7 +129,7 @@ def beta(
     if shape is None:
         shape = torch.broadcast_shapes(*(alpha.shape for alpha in (first, second) if isinstance(alpha, Tensor)))
     draw = _beta(key, first, second, shape)
-    return draw.to(dtype) if isinstance(draw, Tensor) else torch.full((), draw, dtype=dtype)
+    return laid_as(shape, draw.to(dtype) if isinstance(draw, Tensor) else torch.full((), draw, dtype=dtype))
 
 
 def beta_number(rng: Rng, a: float, b: float) -> float | Tensor:

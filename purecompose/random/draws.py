@@ -16,13 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose._support.device import constants
+from purecompose._support.device import constants, divided, place_of
 from purecompose._support.specs import shown
 from purecompose.random.keys import Rng, as_rng, key as key
 from purecompose.random.philox import PRECISION, WORD, numbers
 
 
-Shape = int | Sequence[int]
+Shape = int | Sequence[int] | Tensor
 
 _INTS = (int, torch.SymInt)
 
@@ -32,17 +32,18 @@ def bits(key: Tensor | Rng, shape: Shape) -> Tensor:
 
     Args:
         key: A key or an `Rng`.
-        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). Or a tensor with them, such as a gradient:
+            if it is divided among processes, so is the draw.
 
     Raises:
-        TypeError: `key` is not a key, or `shape` is not a shape.
+        TypeError: `key` is not a key, or `shape` is not a shape, or a tensor of integers.
         ValueError: A size is negative, or the first is not the number of examples.
 
     Example:
         >>> bits(key(0), 2).tolist()
         [1713891541, 3781805453]
     """
-    return drawn(key, shape, torch.uint32, "bits")
+    return laid_as(shape, drawn(key, shape, torch.uint32, "bits"))
 
 
 def uniform(
@@ -70,10 +71,10 @@ def uniform(
         _check_bounds(low, high, dtype)
     unit = drawn(key, shape, dtype, "uniform")
     if is_unit:
-        return unit
+        return laid_as(shape, unit)
     # Clamped, because rounding may reach `high`, which must not be returned.
     wide = unit if PRECISION[dtype] >= 24 else unit.to(torch.float32)
-    return (low + (high - low) * wide).to(dtype).clamp(max=_greatest_below(high, dtype))
+    return laid_as(shape, (low + (high - low) * wide).to(dtype).clamp(max=_greatest_below(high, dtype)))
 
 
 def normal(
@@ -112,7 +113,7 @@ def normal(
     pairs = (*lead, (count + 1) // 2)
     radius, angle = open_unit(rng, (*pairs, 2), dtype, "normal", wide=torch.float32).unbind(-1)
     standard = torch.stack(box_muller(radius, angle), dim=-1).flatten(-2)
-    standard = standard.narrow(-1, 0, count).reshape(sizes)
+    standard = laid_as(shape, standard.narrow(-1, 0, count).reshape(sizes))
     if isinstance(std, Tensor) or std != 1.0:
         standard = standard * std
     if isinstance(mean, Tensor) or mean != 0.0:
@@ -126,7 +127,7 @@ def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) 
     Args:
         key: A key or an `Rng`.
         p: A probability, or a tensor of them that broadcasts with `shape`. A tensor's values are not checked.
-        shape: Sizes of the result; None for the shape of `p`.
+        shape: As for `bits`; None for the shape of `p`.
 
     Returns:
         bool of the given shape.
@@ -142,12 +143,13 @@ def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) 
     if isinstance(p, Tensor):
         # A power of two scales without rounding, and integers compare equally on every device.
         threshold = (p.to(torch.promote_types(p.dtype, torch.float32)) * 2.0**32).to(torch.int64) - 2**31
-        return drawn(key, p.shape if shape is None else shape, torch.int32, "bernoulli").to(torch.int64) < threshold
+        bits = drawn(key, p.shape if shape is None else shape, torch.int32, "bernoulli")
+        return laid_as(shape, bits).to(torch.int64) < threshold
     if isinstance(p, (tuple, list, torch.Size)):
         raise TypeError(f"bernoulli: expected bernoulli(key, p, shape), with a probability p, got p={p}")
     if not 0 <= p <= 1:
         raise ValueError(f"bernoulli: expected a probability in [0, 1], got p={p} ({type(p).__name__})")
-    bits = drawn(key, () if shape is None else shape, torch.int32, "bernoulli")
+    bits = laid_as(shape, drawn(key, () if shape is None else shape, torch.int32, "bernoulli"))
     threshold = int(p * 2**32) - 2**31
     # The threshold of p=1 exceeds int32.
     return bits < threshold if threshold < 2**31 else torch.ones_like(bits, dtype=torch.bool)
@@ -178,7 +180,7 @@ def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tens
     span = high - low
     if not isinstance(span, Tensor) and not 0 < span < 2**63:
         raise ValueError(f"randint: expected low < high, less than 2**63 apart, got low={low}, high={high}")
-    word = drawn(key, shape, torch.int64, "randint")
+    word = laid_as(shape, drawn(key, shape, torch.int64, "randint"))
     return low + _multiply_high(word & WORD, word >> 32 & WORD, span)
 
 
@@ -225,10 +227,14 @@ def _sizes(rng: Rng, shape: Shape, what: str) -> tuple[int, ...]:
     """Return the sizes of a draw, checked."""
     if isinstance(shape, _INTS):
         sizes = (shape,)
+    elif isinstance(shape, Tensor) and shape.is_floating_point():  # one of integers may be meant as the sizes
+        sizes = tuple(shape.shape)
     elif isinstance(shape, Sequence) and not isinstance(shape, str):
         sizes = tuple(shape)
     else:
-        raise TypeError(f"{what}: expected a shape, an int or a sequence of ints, got {shown(shape)}")
+        raise TypeError(
+            f"{what}: expected a shape, an int, a sequence of ints or a floating tensor, got {shown(shape)}"
+        )
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, _INTS):
             raise TypeError(f"{what}: expected a shape of ints, got {shown(size)} in {shape}")
@@ -241,6 +247,11 @@ def _sizes(rng: Rng, shape: Shape, what: str) -> tuple[int, ...]:
             "draw (n, ...), or use rng.per_example(None) for a draw for the whole batch"
         )
     return sizes
+
+
+def laid_as(shape: Shape | None, draw: Tensor) -> Tensor:
+    """Return a draw divided among processes as the tensor is that gave its shape."""
+    return divided(draw, place_of(shape)) if isinstance(shape, Tensor) else draw
 
 
 def _check_bounds(low: float, high: float, dtype: torch.dtype) -> None:

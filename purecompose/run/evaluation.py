@@ -93,7 +93,7 @@ class Totals:
         for name, metric in self._metrics.items():
             value = self._each(metric.compute)(totals[name])
             parts = value if isinstance(value, dict) else {"": value}
-            found |= {f"{name}{part and f'/{part}'}": own for part, own in parts.items()}
+            found |= {f"{name}{part and f'/{part}'}": torch.as_tensor(own) for part, own in parts.items()}
         return found
 
     def _check_same(self, numbers: list[torch.Tensor]) -> None:

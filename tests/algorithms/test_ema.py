@@ -64,6 +64,13 @@ def test_averages_are_between_the_weights_and_constants_are_kept(pair, smoothing
     assert torch.equal(compute_ema({"a": average}, {"a": average}, smoothing)["a"], average)
 
 
+def test_integers_of_a_state_dict_are_those_of_the_weights() -> None:
+    old, new = torch.nn.BatchNorm1d(2).state_dict(), torch.nn.BatchNorm1d(2).state_dict()
+    new["running_mean"], new["num_batches_tracked"] = torch.ones(2), torch.tensor(7)
+    found = compute_ema(old, new, 0.75)
+    assert found["running_mean"].tolist() == [0.25, 0.25] and found["num_batches_tracked"].item() == 7
+
+
 @pytest.mark.parametrize(("half_life", "interval"), [(8, 1), (12, 3), (1000, 10)])
 def test_after_a_half_life_half_of_the_distance_is_left(half_life, interval):
     averages, weights = {"a": torch.tensor([3.0, -1.0])}, {"a": torch.tensor([1.0, 1.0])}

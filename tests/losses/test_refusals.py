@@ -69,6 +69,12 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception] | tuple
         for wrong in (model_loss, nn.CrossEntropyLoss(), lambda outputs, targets: outputs)
     ),
     # Targets
+    (
+        losses.has_index_targets,
+        (ROWS, losses.Mixture.of(torch.zeros(4))),
+        TypeError,
+        r"got Tensor and Mixture; pass `targets.soft",
+    ),
     (losses.has_index_targets, (ROWS, torch.zeros(5, dtype=torch.int64)), ValueError, r"\(5,\).*\(4, 3\)"),
     (losses.has_index_targets, (torch.zeros(4, 7, 3), torch.zeros(4, 7).long()), ValueError, "transpose"),
     (losses.has_index_targets, (ROWS, torch.zeros(4)), ValueError, r"float32.*long\(\)"),
@@ -99,7 +105,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception] | tuple
     (updated, (metrics.top_k(5), ROWS, INDICES), ValueError, "top_k: .* at least 5 classes"),
     (updated, (metrics.accuracy, torch.zeros(2, 1), torch.zeros(2, 1)), ValueError, "^metrics.accuracy: .* 2 classes"),
     (updated, (metrics.iou(4), ROWS, INDICES), ValueError, "expected 4 classes"),
-    (updated, (metrics.as_metric(lambda o, t: o[:3]), ROWS, INDICES), ValueError, r"4 rows.*\(3, 3\).*write a Metric"),
+    (updated, (metrics.as_metric(lambda o, t: o[:3]), ROWS, INDICES), ValueError, r"4 rows.*\(3, 3\)"),
     (updated, (metrics.as_metric(number), ROWS, INDICES), TypeError, "got float"),
     (metrics.as_metric, (Accumulator(),), TypeError, "Accumulator.*functional"),
     *((metrics.as_metric, (wrong,), TypeError, "expected") for wrong in ("accuracy", 3, None, CrossEntropy)),

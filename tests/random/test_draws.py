@@ -154,6 +154,11 @@ def test_empty_and_scalar_shapes(draw: Callable[..., Tensor]) -> None:
 # Uniform.
 
 
+@each_draw
+def test_a_tensor_gives_its_shape(draw: Callable[..., Tensor]) -> None:
+    assert torch.equal(draw(key(3), torch.ones(2, 3, dtype=torch.float16)), draw(key(3), (2, 3)))
+
+
 def test_bits_are_uniform_and_bytes_equally_likely() -> None:
     words = bits(key(0), 20_000)
     assert words.min() >= 0

@@ -33,7 +33,10 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Ex
         for wrong in (torch.zeros(2), torch.zeros(3, dtype=torch.int64), KEY[None], 7, Rng(torch.zeros(2)))
     ),
     (random.bits, (KEY, (2, -1)), {}, ValueError, "sizes >= 0"),
-    *((random.bits, (KEY, wrong), {}, TypeError, "expected a shape") for wrong in (2.0, (2, 1.0), True, "3")),
+    *(
+        (random.bits, (KEY, wrong), {}, TypeError, "expected a shape")
+        for wrong in (2.0, (2, 1.0), True, "3", torch.tensor([2, 3]))
+    ),
     (random.bits, (ROWS, (4, 2)), {}, ValueError, r"number of examples, 3, got shape \(4, 2\)"),
     (random.uniform, (KEY, 2), {"low": 1.0, "high": 1.0}, ValueError, "low < high"),
     (random.uniform, (KEY, 2), {"low": NAN}, ValueError, "low < high"),

@@ -102,7 +102,7 @@ def adaptive_clipping(event: Event, state: State, name: str) -> State:
 
 @lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "tokens")
 def gradient_noise(event: Event, state: State, name: str) -> State:
-    noise = {k: random.normal(state.rng(f"{name}.{k}"), tuple(g.shape)) for k, g in (state.grads or {}).items()}
+    noise = {k: random.normal(state.rng(f"{name}.{k}"), g) for k, g in (state.grads or {}).items()}
     return state.replace(grads={k: g + 0.01 * noise[k].to(g) for k, g in (state.grads or {}).items()})
 
 

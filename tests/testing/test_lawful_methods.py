@@ -7,7 +7,7 @@ from tests.sampling import one_in
 from tests.testing.lawful_methods import LAWFUL
 
 
-WHOLE = ("gradient_noise", "adversarial_inputs")
+WHOLE = ("adversarial_inputs",)
 """Methods that compute whole tensors, which torch refuses to mix with divided ones, as `shards_agree` says."""
 
 

@@ -280,7 +280,7 @@ class HeadNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., d) to the same shape and dtype."""
         width, wide = input.shape[-1], torch.promote_types(input.dtype, torch.float32)
-        # Not the square of the vector's norm, whose second derivative is NaN at zero; nor its product with itself, which
+        # Not the square of the vector's norm, whose second derivative is NaN at zero; nor a product with itself, which
         # autocast computes in half precision. Float16 is too narrow for squares.
         own = input.to(wide) if input.dtype is torch.float16 else input
         factor = ((own * own).sum(-1, keepdim=True, dtype=wide) / width + self.eps).rsqrt()

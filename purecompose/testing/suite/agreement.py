@@ -327,8 +327,8 @@ def _divided(
     "several processes that divide the parameters, as under fully_sharded, or only the batch all get the states that "
     "one process gets, within rounding",
     "a process holds some rows of each parameter and gradient: compute with them as they are, DTensors, not with "
-    "to_local(); take norms over several by tree.global_norm; remember tensors of their shapes in a mapping by the "
-    "parameters' names",
+    "to_local(); draw what is added to them as random.normal(rng, grad); take norms over several by tree.global_norm; "
+    "remember tensors of their shapes in a mapping by the parameters' names",
     exempt=never_acts,
     most_cases=10,
 )
