@@ -208,11 +208,7 @@ def _are_maps(targets: Tensor, images: Tensor) -> bool:
 
 
 def _inside(box: Tensor, images: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return which positions of maps of this size have their centre in the images' box, and their number.
-
-    Returns:
-        (1, height, width), bool, and (), int64.
-    """
+    """Return which positions of maps of this size have their centre in the images' box, and their number."""
     rows = _between(box[0::2], images.shape[-2], height)
     columns = _between(box[1::2], images.shape[-1], width)
     return (rows.unsqueeze(-1) & columns).unsqueeze(0), rows.sum() * columns.sum()

@@ -127,12 +127,7 @@ class Clock:
             run.watch.has_drawn = True
 
     def scheduled(self, schedule: Schedule) -> Tensor:
-        """Return the schedule's multiplier now, 0-d float64.
-
-        Raises:
-            KeyError: The step does not evaluate this schedule.
-            Exception: The schedule raised this error for the time after `advance`.
-        """
+        """Return the schedule's multiplier now, 0-d float64."""
         if schedule not in self.schedules:
             raise KeyError(
                 f"{schedule!r} is not evaluated in this step: schedules work in optimizers' settings and in "

@@ -244,6 +244,5 @@ def _warn_of_standing_time(start: State, times: Collection[Time]) -> None:
     if TimeUnit.EPOCH in units or (TimeUnit.DURATION in units and in_epochs):
         warn(
             "epochs have no known length: schedules and predicates stand still within an epoch. Give State.create "
-            "batches_per_epoch=len(batches); or end epochs yourself, with "
-            "state.replace(timestamp=state.timestamp.advance_epoch())"
+            "batches_per_epoch=len(batches)"
         )

@@ -84,12 +84,7 @@ class Layout:
         return check_whole(self.token_counter(batch), "num_tokens(batch)", 0)
 
     def are_rows(self, batch: Any) -> list[bool]:
-        """Return which of the batch's tensors have a row for each example, the others being shared by all examples.
-
-        Raises:
-            ValueError: One of them, or a list or array, is of the other kind in an earlier batch, so that its size is
-                that of the batch by chance.
-        """
+        """Return which of the batch's tensors have a row for each example, the others being shared by all examples."""
         num = self.num_examples(batch)
         found = [is_rows(leaf, num, self.dim) for leaf in batches.tensors(batch)]
         kinds = (*found, *(is_rows(leaf, num, self.dim) for leaf in tree.leaves(batch, is_list)))
@@ -292,7 +287,6 @@ class SealedTime:
         self._now, self._later = now, later
 
     def opened(self, *, later: bool) -> Timestamp:
-        """Return the time before or after the step, for code that runs on the host."""
         return self._later if later else self._now
 
     def __getattr__(self, name: str) -> Any:

@@ -99,7 +99,6 @@ class Contract:
             )
 
     def run_stage(self, stage: Any, state: State) -> Any:
-        """Return the result of a stage; raise as `apply` does."""
         return self._kept(lambda: stage.fn(state), stage.fn, f"the stage {stage!r}", state)
 
     def run_scope(

@@ -43,15 +43,12 @@ class Variant(NamedTuple):
 def check_halves(
     find: Callable[[State, Variant], "Found | None"], state: State, subject: str, names: Collection[str]
 ) -> bool:
-    """Raise a `NotMeanError` unless the loss and its gradients are the means over two halves of the examples.
+    """Raise a `NotMeanError` unless loss and gradients are the means over two halves; return if they were compared.
 
     Args:
         find: Function that evaluates the loss and its gradients, given a state with a part of the batch, and the
             variant of the network's outputs; it returns `None` if they cannot be compared.
         names: Parameters and buffers that take part, which are converted to double precision.
-
-    Returns:
-        True if they were compared.
     """
 
     def compare(state: State, is_double: bool) -> bool:

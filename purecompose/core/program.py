@@ -177,7 +177,7 @@ class Update:
         if not grads and not used.isdisjoint(chosen):  # otherwise the loss does not reach them
             raise RuntimeError(
                 f"{self!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
-                "a Grad before it, or leave it out"
+                "a Grad before it"
             )
         return grads
 

@@ -149,13 +149,10 @@ def check_scope(
 
 
 def check_outputs(state: State, *, train: bool = True) -> bool:
-    """Raise a `ValueError` if the loss of a state's outputs is not the mean over two halves of its examples.
+    """Raise a `ValueError` if the loss of outputs is not the mean over two halves; return whether it was compared.
 
     Losses that draw or change buffers, that models compute themselves or that are declared by `losses.over_batch` are
     not compared, and neither are those of outputs without a row for each example.
-
-    Returns:
-        True if the loss was compared.
     """
     context, num = state.context, state.num_examples
     if isinstance(context.loss, losses.ModelLoss) or losses.couples_examples(context.loss):

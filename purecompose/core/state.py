@@ -373,7 +373,6 @@ class State(Values):
         )
 
     def _repr_html_(self) -> str:
-        """Return an overview for notebooks: the fields with their shapes and dtypes, and the time."""
         if self.lease is not None and not self.lease.is_live:
             return state_as_html(repr(self), [])
         moment = describe_moment(self.timestamp) if isinstance(self.timestamp, Timestamp) else "inside a step"

@@ -97,7 +97,6 @@ class Skeleton:
             return copy.deepcopy(self.module, memo)
 
     def blank_copy(self) -> nn.Module:
-        """Return a new module that shares the `meta` tensors."""
         with self._lock:
             return copy.deepcopy(self.module, {id(place.tensor): place.tensor for place in places(self.module)})
 

@@ -104,7 +104,6 @@ class LBFGS:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def init(self, params: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return zeros; see `lbfgs`."""
         dtypes = {param.dtype for param in params.values()}
         if len(dtypes) > 1 or any(map(Tensor.is_complex, params.values())):
             raise ValueError(f"lbfgs: expected parameters of one real dtype, got {', '.join(map(str, dtypes))}")

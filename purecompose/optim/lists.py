@@ -185,12 +185,7 @@ RULES: dict[str, RowRule] = {"sgd": _sgd, "adagrad": _adagrad, "sparse_adam": _s
 def moved(
     rule: str, params: list[Tensor], grads: list[Tensor], memory: Sequence[list[Tensor]], scalars: Sequence[Any]
 ) -> list[list[Tensor]]:
-    """Return the new tensors of each list, `[params, *memory]`, after a rule has moved the rows with a gradient.
-
-    Args:
-        memory: What the rule remembers, a list for each quantity, with one tensor for each parameter.
-        scalars: The rule's numbers, or 0-d tensors; or lists with one of these for each parameter.
-    """
+    """Return the new tensors of each list, `[params, *memory]`, after a rule has moved the rows with a gradient."""
     rows = []
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         own = [param, *(tensors[i] for tensors in memory)]

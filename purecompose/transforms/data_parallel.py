@@ -221,7 +221,6 @@ class _OnPart:
     """True if the ranks are known to send messages of one form."""
 
     def compares(self, purpose: Purpose) -> bool:
-        """Return whether messages are compared before they are sent."""
         return purpose.is_first and not self.is_checked
 
     def __call__(self, carry: Carry, purpose: Purpose, sum_gradients: SumGradients | None = None) -> Carry:

@@ -270,8 +270,7 @@ def _groups(net: nn.Module, modules: Sequence[nn.Module], init: Callable[[nn.Mod
             owner = type(net.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(
                 f"materialized: nothing sets the values of {name}: {owner} needs a method reset_parameters that writes "
-                "into it, or materialized an argument init=, a function of a module; or create a buffer with "
-                "device='cpu'"
+                "into it, or materialized an argument init=, a function of a module"
             )
     return groups
 

@@ -264,12 +264,6 @@ class SampleTransform:
         takes_target: True if the core only moves pixels, and changes the target as well: `(key, image, target) ->
             (image, target)`. A target is any tree; PIL images in it are passed as tensors (C, H, W) and converted back.
         value_range: The values of black and white of floats; values outside are rejected. By default all are accepted.
-
-    Example:
-        >>> flip = SampleTransform(lambda key, image: image.flip(-1))
-        >>> flip((torch.tensor([[[1, 2], [3, 4]]], dtype=torch.uint8), "label"), random.key(0))
-        (tensor([[[2, 1],
-                 [4, 3]]], dtype=torch.uint8), 'label')
     """
 
     core: Callable[..., Any]

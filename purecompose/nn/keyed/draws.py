@@ -65,12 +65,7 @@ def function_name(func: Any) -> str:
 def called_from(
     frame: FrameType | None, own: FrameType | None = None, lines: Mapping[FrameType, int] = MappingProxyType({})
 ) -> str:
-    """Return ` in Net.forward (net.py:12)` for the innermost module that runs in a frame, else for the user's code.
-
-    Args:
-        own: The user's frame; by default the innermost one as in `line_of`.
-        lines: Lines of frames, if they are not the present ones.
-    """
+    """Return ` in Net.forward (net.py:12)` for the innermost module that runs in a frame, else for the user's code."""
     own = own or calling_frames(frame)[0]
     while frame is not None:
         if isinstance(owner := frame.f_locals.get("self"), nn.Module) and "forward" in frame.f_code.co_name:

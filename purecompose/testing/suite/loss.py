@@ -52,11 +52,7 @@ def check_derivative(
     by: str,
     value: Tensor | None = None,
 ) -> bool:
-    """Compare a gradient at a point with finite differences of a 0-d float64 function along a random direction.
-
-    Returns:
-        True if the gradient is correct, False if finite differences cannot decide it.
-    """
+    """Compare a gradient with finite differences of a 0-d float64 function along a direction; False if they vary."""
     direction = _direction(point, seed)
     found = _slopes(loss, point, grads, direction)
     if _is_close(*found):

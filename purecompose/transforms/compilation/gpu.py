@@ -142,7 +142,6 @@ def _is_used_after(node: fx.Node, place: int, order: dict[fx.Node, int]) -> bool
 
 
 def _copied(graph: fx.Graph, nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return copies of nodes, which use each other and otherwise what the nodes use."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda one: copies.get(one, one))
@@ -322,7 +321,7 @@ def check_on_device(graph: fx.GraphModule, device: torch.device) -> None:
             raise ValueError(
                 f"compile: mode='reduce-overhead': {what}, {value.dtype} of shape {tuple(value.shape)}, is on "
                 f"{value.device}, and the state on {device}; a CUDA graph would repeat its numbers. Create it on the "
-                "device of the inputs, or leave the mode out"
+                "device of the inputs"
             )
 
 
@@ -354,7 +353,6 @@ class Replay:
         self._outputs: list[Tensor] = []
 
     def __call__(self, args: list[Tensor]) -> list[Tensor]:
-        """Return the part's results, in new memory."""
         if self._graph is None:
             if not self._is_warm:
                 results = list(self._call(args))

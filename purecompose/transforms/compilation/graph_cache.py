@@ -97,9 +97,6 @@ class GraphCache:
 
         Processes that share a batch must all call it. A plan fails on all of them or on none, and its graphs are
         compared.
-
-        Args:
-            start: The state at the start of the step, for a first run without host algorithms, which is watched.
         """
         device = boundary.device
         try:

@@ -236,9 +236,7 @@ class PlanPart(Protocol):
 
     def after(self, boundary: Boundary, /) -> Boundary: ...
 
-    def run(self, values: Values, buffers: StateBuffers, /, *, from_buffers: bool) -> None:
-        """Run it and put its results into `values`."""
-        ...
+    def run(self, values: Values, buffers: StateBuffers, /, *, from_buffers: bool) -> None: ...
 
 
 @dataclass(eq=False)

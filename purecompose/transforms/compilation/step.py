@@ -102,14 +102,7 @@ class CompiledStep(Step):
 
     @called_by_dynamo(WHY_UNTRACED)
     def __call__(self, state: State, batch: Any) -> State:
-        """Return the state after one batch; see `compile`.
-
-        Raises:
-            SpentStateError: The state was given to an earlier step, which has overwritten its memory.
-            TypeError: `state` is not a state, or state or batch contain sparse tensors, which cannot be compiled.
-            TraceError: The step cannot be compiled.
-            VariantLimitError: The step needs more variants than `max_variants`.
-        """
+        """Return the state after one batch; see `compile`."""
         if get_eval_frame_callback() is not None:
             return without_dynamo(lambda _: self(state, batch))
         if not isinstance(state, State):
@@ -180,7 +173,6 @@ class CompiledStep(Step):
         return self.variants()
 
     def replace(self, **changes: Any) -> "CompiledStep":
-        """Return the step with other data, to be compiled again."""
         return CompiledStep(self.step.replace(**changes), self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:

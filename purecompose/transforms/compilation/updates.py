@@ -237,7 +237,6 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def memories(node: fx.Node) -> Iterator[int]:
-    """Yield the storages of a node's tensors."""
     for value in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(value, Tensor):
             yield value.untyped_storage()._cdata
