@@ -126,7 +126,7 @@ def test_the_tutorial(
     blocks = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.S)
     shown = [part for block in blocks for part in block.split("...\n")]
     assert len(shown) == 8 and [part for part in shown if without_numbers(part) not in printed] == []
-    assert names["report"].ok and "True {" in printed and "the bits of the run" in printed
+    assert names["report"].ok and "True {" in printed and "bit-identical to the run" in printed
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def _(folder: pathlib.Path) -> None:
     assert best is not None and same(found, pc.load(best, like=new_state()))
 
 
-@trial("resuming to the same bits, in an epoch too")
+@trial("bit-identical resuming, also within an epoch")
 def _(folder: pathlib.Path) -> None:
     step, kept = pc.compose(pc.loop_events, [alg.mixup(), alg.ema("2ba")]), pc.Checkpoints(folder, background=False)
     assert run(step=step, state=step.init(new_state()), checkpoints=kept, duration="4ba").timestamp.batch_in_epoch == 1

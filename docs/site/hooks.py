@@ -118,7 +118,8 @@ def _page_of(path: str) -> str:
     """Return the page or the file of the site for a path in the repository."""
     if path in OUTSIDE:
         return OUTSIDE[path]
-    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
+    is_page = path.startswith("docs/") and posixpath.splitext(path)[1] not in LANGUAGES
+    return path.removeprefix("docs/") if is_page else f"source/{path}.md"
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -241,7 +241,7 @@ class Replay:
         now = self.state.timestamp
         many = "es" * (self.num_batches != 1)
         text = f"batch {now.batch} (epoch {now.epoch}), {self.num_batches} batch{many} after {self.checkpoint.name}"
-        return f"{text}: {'' if self.is_strict else 'with strict=False, perhaps not '}the bits of the run"
+        return f"{text}: {'' if self.is_strict else 'with strict=False, perhaps not '}bit-identical to the run"
 
 
 def replay(run: RecordedRun, at: TimeLike | int, *, observers: Observer | Iterable[Observer] = ()) -> Replay:

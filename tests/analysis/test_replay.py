@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RecordedRun:
 
 def test_the_point_is_a_number_or_a_time(run: RecordedRun) -> None:
     assert [replay(run, at).state.timestamp.batch for at in (0, 7, "7ba", "1ep", "0.75dur")] == [0, 7, 7, 6, 9]
-    assert str(replay(run, 7)) == "batch 7 (epoch 1), 1 batch after ep0001-ba00000006: the bits of the run"
+    assert str(replay(run, 7)) == "batch 7 (epoch 1), 1 batch after ep0001-ba00000006: bit-identical to the run"
     for at, words in (
         (13, "recorded up to batch 12, its last checkpoint, not to 13ba"),
         ("-1ba", "expected a point of the run"),
@@ -112,7 +112,7 @@ def test_without_strict_differences_are_warnings(run: RecordedRun) -> None:
     with pytest.warns(pc.errors.CheckpointWarning, match="data: content"):
         found = replay(RecordedRun(run.path, run.step, run.state, data, strict=False), 8)
     assert not pc.tree.equal(found.state, replay(run, 8).state)
-    assert str(found).endswith(": with strict=False, perhaps not the bits of the run")
+    assert str(found).endswith(": with strict=False, perhaps not bit-identical to the run")
 
 
 def test_what_checkpoints_do_not_know_is_found_by_the_recorded_losses(tmp_path: Path) -> None:

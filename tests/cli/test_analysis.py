@@ -44,7 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], trained: pathlib.Path, monkeypatch: 
 
 def test_replay(run: Run, tmp_path: pathlib.Path) -> None:
     status, out, err = run("replay", "a", "--at", "22", "--out", str(tmp_path / "state"))
-    assert (status, err) == (0, "") and "batch 22 (epoch 1)" in out and "the bits of the run" in out
+    assert (status, err) == (0, "") and "batch 22 (epoch 1)" in out and "bit-identical to the run" in out
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pc.errors.CheckpointWarning)  # of other kernels than those of the command
         loaded = load_run("a")
