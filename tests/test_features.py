@@ -275,7 +275,7 @@ def _(folder: pathlib.Path) -> None:
     assert same(pc.analysis.replay(recorded, 5).state, run(step=step, duration="5ba"))
 
 
-@trial("pruning and quantisation")
+@trial("pruning and quantization")
 def _(folder: pathlib.Path) -> None:
     from torch.nn.utils import prune
 
