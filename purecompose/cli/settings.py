@@ -71,7 +71,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run. Together they define the bits of its result.
+    """The settings of a run. Together they determine its result, bit for bit.
 
     Attributes:
         data: Training and test data: digits, an MNIST-like .npz file, a folder of images by class, a
@@ -93,7 +93,7 @@ class Settings:
         precision: Precision of the forward pass.
         compile: Compile the step; pays off on a GPU and for long runs.
         device: Device of the tensors.
-        threads: CPU threads; other numbers give other bits (default: depends on the data).
+        threads: CPU threads; another number rounds differently (default: depends on the data).
         eval_every: How often to evaluate: 1ep, 100ba, 0.1dur.
         validation: Share of the training data to set aside for --patience and the best checkpoint.
         patience: Stop when the loss has not improved for this time: 3ep (default: never).

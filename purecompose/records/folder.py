@@ -72,7 +72,7 @@ class RunFolder:
     | --- | --- |
     | `config.toml` | settings |
     | `command.txt` | command that reproduces the run |
-    | `versions.json` | everything else that the bits of the run depend on: git commit, versions, device, threads |
+    | `versions.json` | whatever else can change the results, bit for bit: git commit, versions, device, threads |
     | `plan.txt` | algorithms that act at each event, with the reasons for their order |
     | `history.json` | when the run started and continued, and how long it took |
     | `records.jsonl` | records, with learning rate, speed and memory |
@@ -192,7 +192,7 @@ class RunFolder:
         return Checkpoints(self.path / CHECKPOINTS, **options)
 
     def begin(self, step: Step, state: State, batch: Any = None) -> None:
-        """Record what is going to be trained: the plan, and everything that the bits of the run depend on.
+        """Record what is going to be trained: the plan, and everything that can change its results.
 
         Args:
             step, state: As they are given to `fit`.
