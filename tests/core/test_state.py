@@ -442,7 +442,7 @@ def test_an_attribute_that_a_state_lacks_is_an_error_that_says_what_it_has(name,
     [
         ({"net": nn.LazyLinear(3)}, ValueError, "run the module once"),
         ({"net": "resnet"}, TypeError, "expected an nn.Module, got 'resnet'"),
-        ({"loss": nn.CrossEntropyLoss}, TypeError, "CrossEntropyLoss.*class"),
+        ({"loss": nn.CrossEntropyLoss}, TypeError, "CrossEntropyLoss.*make an instance"),
         ({"loss": "cross_entropy"}, TypeError, "expected a loss.*'cross_entropy'"),
         ({"optimizer": optim.sgd}, TypeError, "expected a pure optimizer with init and update.*got sgd"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1)}, TypeError, "expected a pure optimizer .*from_torch"),
