@@ -162,7 +162,8 @@ class LoopMethods:
         groups = [] if optimizer is None else optimizer.param_groups
         own = {param for group in groups for param in group["params"]} or {*params.values()}
         self._grads = {name: param.grad for name, param in params.items() if param.grad is not None and param in own}
-        end = self._on_grads.fold(self._seen(), self._any_batch())
+        batch = (torch.empty(1, device=self.state.device), None) if self._batch is None else self._batch
+        end = self._on_grads.fold(self._seen(), batch)
         for name, grad in (end.grads or {}).items():
             if grad is not self._grads[name]:
                 params[name].grad = grad.detach().to(params[name].dtype)
@@ -203,8 +204,7 @@ class LoopMethods:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors from which a run continues with the same draws and slots."""
-        leaves = [leaf for leaf in tree.leaves((self.state.slots, self.state.hparams)) if isinstance(leaf, Tensor)]
-        return {"key": self.state.key, "time": time_to_plain(self.state.timestamp), "slots": leaves}
+        return {"key": self.state.key, "time": time_to_plain(self.state.timestamp), "slots": self._memory()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from `state_dict`, after `start` with the same methods.
@@ -213,8 +213,7 @@ class LoopMethods:
             ValueError: The slots of these methods are others.
         """
         given, device = list(saved["slots"]), self.state.device
-        own = [leaf for leaf in tree.leaves((self.state.slots, self.state.hparams)) if isinstance(leaf, Tensor)]
-        if [leaf.shape for leaf in own] != [leaf.shape for leaf in given]:
+        if [leaf.shape for leaf in self._memory()] != [leaf.shape for leaf in given]:
             names = ", ".join(method.name for method in self.methods)
             raise ValueError(f"the saved values are those of other methods than {names}")
         rest = iter(given)
@@ -224,6 +223,9 @@ class LoopMethods:
         )
         moment = time_from_plain(saved["time"])
         self.state = self.state.replace(slots=slots, hparams=hparams, key=saved["key"].to(device), timestamp=moment)
+
+    def _memory(self) -> list[Tensor]:
+        return [leaf for leaf in tree.leaves((self.state.slots, self.state.hparams)) if isinstance(leaf, Tensor)]
 
     def _step(self, *program: Event | Stage) -> Step:
         return Step(program, self.methods, tuple(DEFAULT_PASSES))
@@ -250,17 +252,13 @@ class LoopMethods:
                 if value is not old[name]:
                     tensors[name].copy_(value)
 
-    def _any_batch(self) -> Any:
-        return self._batch if self._batch is not None else (torch.empty(1, device=self.state.device), None)
-
     def _scores(self, state: State) -> Tensor | None:
         """Return outputs of the right shape, from which methods on targets read the number of classes."""
         if self._num_classes is None:
             return None
         targets = Mixture.of(state.targets).targets[0]
-        if targets.is_floating_point():
-            return torch.zeros((), device=targets.device).expand(targets.shape)
-        shape = targets.shape[0], self._num_classes, *targets.shape[1:]
+        is_dense = targets.is_floating_point()
+        shape = targets.shape if is_dense else (targets.shape[0], self._num_classes, *targets.shape[1:])
         return torch.zeros((), device=targets.device).expand(shape)
 
     def _keep(self, state: State) -> State:
@@ -284,12 +282,10 @@ def _check_has_place(method: Algorithm, places: Collection[Event], has_batches: 
     if Trait.SETS_WEIGHTS in method.traits and not _BATCH.isdisjoint(method.events):
         raise _refusal(method.name, "it sets weights by a pass through the network, which only a step can")
     missing = [event for event in method.events if event not in places]
-    if not missing:
-        return
-    reason = f"it acts at {', '.join(map(str, missing))}, which the loop does not have"
-    if set(missing) <= _TARGETS and has_batches:
+    if missing and set(missing) <= _TARGETS and has_batches:
         raise ValueError(f"{method.name}: it changes targets, for which the callback needs num_classes=")
-    raise _refusal(method.name, reason)
+    if missing:
+        raise _refusal(method.name, f"it acts at {', '.join(map(str, missing))}, which the loop does not have")
 
 
 def _refusal(names: str, reason: str) -> UnsupportedError:

@@ -28,8 +28,8 @@ def check_arguments(step: Step, state: State, data: Any, microbatches: Any, resu
         raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
     if not step.has_advance:
         raise ValueError(
-            "fit: the step's program has no `advance`, so time would stand still and training never end; "
-            "put `advance` after `update` and before Event.BATCH_END, as loop_events does"
+            "fit: the step's program has no `advance`, so training would never end; put `advance` after `update` and "
+            "before Event.BATCH_END, as loop_events does"
         )
     if not isinstance(data, StateStream):
         check_batches(data, "fit: data")
@@ -40,7 +40,7 @@ def check_arguments(step: Step, state: State, data: Any, microbatches: Any, resu
 
 
 def _several(given: Any, role: str, example: str, is_right: Callable[[Any], bool]) -> tuple[Any, ...]:
-    """Return one or several objects, of which a function tells whether they are of the right kind, as a tuple."""
+    """Return one or several objects as a tuple, after a check of each; `example` is what was expected."""
     if given is None:
         return ()
     # Batches in place of an evaluator are a common slip. They are not iterated, which might load a whole data set.
@@ -71,8 +71,8 @@ def checked_settings(step: Step, state: State, evaluate: Any, observers: Any, st
     twice = [label for label, count in Counter(one.label for one in evaluators).items() if count > 1]
     if twice:
         raise ValueError(
-            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics would be confused; give one of them "
-            "another label, as in Evaluator(validation_batches, metrics, label='validation')"
+            f"evaluate: two evaluators are labelled {twice[0]!r}; give one of them another label, as in "
+            "Evaluator(validation_batches, metrics, label='validation')"
         )
     warn_of_missing_terms(evaluators, state, step)
     observers = as_observers(observers)
@@ -127,7 +127,7 @@ def checked_result(
     if len(modes) != 1:
         raise ValueError(
             f"result='best': by which metric? There are {', '.join(modes) or 'none'}; name one by "
-            f'stop=EarlyStopping("eval/loss") or checkpoints=Checkpoints(folder, best="eval/loss")'
+            'checkpoints=Checkpoints(folder, best="eval/loss")'
         )
     [(metric, mode)] = modes.items()
     return BestState(metric, mode_of(metric, mode, (*settings.evaluators, *step.algorithms)))

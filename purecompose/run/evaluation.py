@@ -65,12 +65,9 @@ class Totals:
         return self._ranks.share(batch, self._state.context.layout)
 
     def update(self, state: State, num_examples: int, *, counts: bool) -> None:
-        """Add a batch, or this process's part of it.
+        """Add a batch of a state, or this process's part of it.
 
-        Args:
-            state: A state with batch and outputs.
-            num_examples: The number of its examples.
-            counts: False for a process without a part, which has computed an example of another one.
+        `counts` is false for a process without a part, which has computed an example of another one.
         """
         for name, metric in self._metrics.items():
             known = self._totals.get(name)
@@ -101,7 +98,7 @@ class Totals:
         if not all(self._ranks.agree(numbers)):
             raise ValueError(
                 f"evaluation: the {self._ranks.size} processes have different data: give each all batches, in one "
-                "order, and not a part (no DistributedSampler): the evaluation divides each batch"
+                "order (no DistributedSampler): the evaluation divides each batch"
             )
 
     def _each(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +203,7 @@ def check_other_data(evaluators: Iterable[Evaluator], data: Any) -> None:
         if holder is not None and position_holder(evaluator.data) is holder:
             raise ValueError(
                 f"evaluate: {evaluator.label!r} uses the same {type(holder).__name__} as the training, and would "
-                "change its position, which is part of each checkpoint; create another object for the evaluator"
+                "change its position; create another object for the evaluator"
             )
 
 
@@ -269,11 +266,10 @@ def evaluate(
 def run_evaluator(
     evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = (), trained_by: Step | None = None
 ) -> State:
-    """Run one evaluation, from EVAL_START to EVAL_END, with the algorithms of `step`, over the program of an
-    evaluation.
+    """Run one evaluation, from EVAL_START to EVAL_END, by a step over the program of an evaluation.
 
-    Processes of the training step `trained_by` share the data. The result is the evaluation's own state. Its `metrics`
-    contain the values as "label/name": 0-d tensors on the state's device, or of shape (n,) for a population of n.
+    Processes of the training step `trained_by` share the data. The `metrics` of the result, the evaluation's own state,
+    are the values as "label/name": 0-d tensors on the state's device, or of shape (n,) for a population of n.
     """
     metrics = evaluator.measured(state.context.loss)
     seen = _SEEN.setdefault(step, collections.defaultdict(set))[evaluator.label]
@@ -325,8 +321,7 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
     if shuffles(data):
         warn(
             f"predict: the {type(data).__name__} shuffles, or has buckets, so that the outputs are not in the order of "
-            "its data set: give it shuffle=False and no buckets, or batches whose members tell which examples they are "
-            "(data.loader: `indices()`)"
+            "its data set: give it shuffle=False and no buckets (of data.loader, `indices()` returns the order)"
         )
     inner = _sibling(step, predict_events, state)
     outputs = []
@@ -347,8 +342,7 @@ def warn_of_missing_terms(evaluators: Iterable[Evaluator], state: State, step: S
     if names and labels:
         warn(
             f"the loss of evaluator {', '.join(map(repr, labels))} lacks what {', '.join(names)} did to the training "
-            "loss at AFTER_LOSS: put such a term into the loss itself, or give the evaluator other metrics than the "
-            "state's loss"
+            "loss at AFTER_LOSS: put such a term into the loss itself, or give the evaluator other metrics"
         )
 
 

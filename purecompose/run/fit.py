@@ -1,7 +1,4 @@
-"""`fit` and `training`: give the state of a run its length and all memory, resume it if requested, and run the loop.
-
-A loop of fifteen lines could do the same: it reads batches, calls the step, and fires the events outside the step.
-"""
+"""`fit` and `training`: give the state of a run its length and all memory, resume it if requested, and run the loop."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ def _states(
                 _recall(best, resumed, state, step)
             state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
-            raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
+            raise ValueError(f"nothing left to train: {_at_the_end(state.timestamp)}")
         if keeper is not None:
             keeper.begin(state, step, from_here=resumed if resume == "auto" else None)
         run = Run(
@@ -196,12 +193,11 @@ def training(step: Step, state: State, data: Any = None, **settings: Any) -> Ite
 
 
 def _at_the_end(now: Timestamp) -> str:
-    """Return a text that describes the time of a finished run, and how to continue it."""
     duration = now.run.duration
     assert duration is not None, "a run without one is never over"
     reached = Time(now.get(duration.unit), duration.unit)
     place = f"epoch {now.epoch} (batch {now.batch}), {'past ' * (reached > duration)}the end of its {duration}"
-    return f'{place}; give fit a longer duration, as in duration="{2 * reached}"'
+    return f'the state stands at {place}; give fit a longer duration, as in duration="{2 * reached}"'
 
 
 def _resumed(
@@ -264,9 +260,7 @@ def _check_resumed(resumed: Resumed, like: State, data: Any) -> None:
 def _check_ends_together(budget: float, microbatches: str | None) -> None:
     """Raise for settings with which one of several processes could continue or end without the others."""
     if microbatches:
-        raise ValueError(
-            "microbatches='auto': one process that tries again would leave the others waiting; give a number"
-        )
+        raise ValueError("microbatches='auto': one process that tries again leaves the others waiting; give a number")
     if budget < math.inf:
         raise ValueError(
             f"duration={budget:g}s: processes that share their batches must end after the same one, and clocks differ; "
@@ -316,8 +310,7 @@ def _with_epoch_length(state: State, data: Any) -> State:
         return _with_run(_with_ended_epochs(state, length), replace(run, batches_per_epoch=length))
     if length is not None and length < run.batches_per_epoch:
         raise ValueError(
-            f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "
-            "leave batches_per_epoch out, or make it at most the data's length"
+            f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; leave it out"
         )
     return state
 
@@ -331,8 +324,7 @@ def _with_ended_epochs(state: State, length: int | None) -> State:
     if rest:
         raise ValueError(
             f"the state is at batch {now.batch_in_epoch} of epoch {now.epoch}, but the data have {length} batches: in "
-            f"a loop of your own, give State.create(batches_per_epoch={length}), or end each epoch by "
-            "state.replace(timestamp=state.timestamp.advance_epoch())"
+            f"a loop of your own, give State.create(batches_per_epoch={length})"
         )
     ended = {"batch_in_epoch": 0, "sample_in_epoch": 0, "token_in_epoch": 0}
     return state.replace(timestamp=now.replace(epoch=now.epoch + epochs, **ended))

@@ -25,16 +25,16 @@ from purecompose.core.state import State
 _NUMBERS = itertools.count()
 """Numbers of the runs in this process, which are the same in all processes."""
 _AHEAD = 2
-"""Number of batches that a process may send to its GPU before it waits for the first of them."""
+"""Number of batches that a process sends to its GPU ahead of time."""
 
 
 class CommonEnd:
     """The batch after which all processes end.
 
     A process that has received a signal notes in the process group's store that all end after the next batch. No other
-    can have gone further, since that batch needs its messages. Each looks into the store after every batch, and so does
-    not wait for a message. With GPUs, to which a process sends batches ahead of time, all end two batches later, and
-    none sends more than two ahead. When no batch follows, they ask each other.
+    can have gone further, since that batch needs its messages. Each looks into the store after every batch. With GPUs,
+    to which a process sends at most two batches ahead of time, all end two batches later. When no batch follows, they
+    ask each other.
     """
 
     def __init__(self, ranks: Ranks) -> None:

@@ -47,10 +47,9 @@ Position: TypeAlias = Callable[[Timestamp], Any]
 
 
 def reader(data: Any, start: State, position: Any) -> tuple[Callable[[State], Any], Position]:
-    """Return a function that reads the epoch's next batch, and one that returns the position of the data.
+    """Return a function that reads the epoch's next batch, from `start` on, and one for the position of the data.
 
-    The first is given the current state, and begins at the start's place. The batches are on the state's device; for a
-    GPU they are sent ahead. At the end it returns `EXHAUSTED`.
+    The first is given the current state, to whose device it moves the batch. At the end it returns `EXHAUSTED`.
     """
     if isinstance(data, StateStream):
         return lambda state: next(prefetch([data.batch(state)], state.device)), lambda _: None
@@ -155,9 +154,8 @@ class Run:
     def states(self, state: State, *, defers_signals: bool = False) -> Iterator[State]:
         """Yield the states between batches, and finally the state at the end of the run.
 
-        Signals that arrive during a batch are handled at the next boundary between two batches; in the caller's code
-        between two states they act as usual. With `defers_signals`, for a caller that runs no code there, they are
-        always deferred.
+        Signals that arrive during a batch are handled before the next one; in the caller's code between two states they
+        act as usual. With `defers_signals`, for a caller that runs no code there, they are always deferred.
         """
         self._is_stopped = self._stops(state)
         self._measured_at = state.timestamp if self._metrics else None
@@ -264,8 +262,8 @@ class Run:
         missing = wanted - state.metrics.keys()
         if missing:
             raise ValueError(
-                f"no evaluator and no algorithm reports {min(missing)!r}: at this point the step's metrics "
-                f"are {', '.join(state.metrics) or 'none'}; algorithms.training_metrics reports train/accuracy"
+                f"no evaluator and no algorithm reports {min(missing)!r}: the step's metrics are "
+                f"{', '.join(state.metrics) or 'none'}; algorithms.training_metrics reports train/accuracy"
             )
         found = {name: state.metrics[name] for name in wanted}
         self._check_decisive(found, state)
@@ -284,7 +282,7 @@ class Run:
             if name in found and found[name].ndim != state.key.ndim - 1:
                 raise TypeError(
                     f"{name}: expected a single number, since it decides when the run stops or which checkpoint is the "
-                    f"best; the metric gave a tensor of shape {tuple(found[name].shape)}: reduce it, as by .mean()"
+                    f"best; got a tensor of shape {tuple(found[name].shape)}: reduce it, as by .mean()"
                 )
 
     # Cuts

@@ -1,8 +1,8 @@
 """Stopping rules and adjusters: decisions of a run that depend on metrics.
 
 They are made after each evaluation and, for a metric that the step's algorithms report ("train/accuracy",
-"gradient_norm"), after each epoch, or each period of `training_metrics(reset=...)`. Their memory is in the state, like
-an algorithm's, so a run resumed from a checkpoint does what the uninterrupted one would have done.
+"gradient_norm"), after each epoch, or each period of `training_metrics(reset=...)`. Their memory is in the state, so a
+resumed run decides as the uninterrupted one would have.
 """
 
 import math
@@ -199,9 +199,8 @@ def mode_of(metric: str, mode: str | None, reporters: Iterable[Any] = ()) -> str
     is_lower = is_lower_better(metric, given[0] if given else None)
     if is_lower is None:
         raise ValueError(
-            f"{metric!r}: are lower or higher values better? Let the metric declare it, as by "
-            "metrics.from_function(fn, higher_is_better=True), or give the rule, adjuster or Checkpoints mode='min' or "
-            "mode='max'"
+            f"{metric!r}: are lower or higher values better? Give the rule, adjuster or Checkpoints mode='min' or "
+            "mode='max', or the metric higher_is_better=True, as by metrics.from_function"
         )
     return "min" if is_lower else "max"
 

@@ -57,7 +57,7 @@ def stopped_members() -> Any:
 
 REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
     # The run
-    (lambda: run(step=without_advance()), ValueError, "no `advance`, so time would stand still"),
+    (lambda: run(step=without_advance()), ValueError, "no `advance`, so training would never end"),
     (lambda: run({"duration": None}), ValueError, "no duration: give State.create or fit one"),
     (lambda: finished(None), ValueError, 'the end of its 2ep; give fit a longer duration, as in duration="4ep"'),
     (lambda: finished("3ba"), ValueError, 'past the end of its 3ba; give fit a longer duration, as in duration="8ba"'),

@@ -157,7 +157,7 @@ BOTH = {"accuracy": pc.metrics.accuracy, "loss": pc.losses.cross_entropy}
     ("settings", "message"),
     [
         ({"result": "first"}, "result='first': expected 'last' or 'best'"),
-        ({}, "result='best': by which metric\\? There are none; name one by stop=EarlyStopping"),
+        ({}, "result='best': by which metric\\? There are none; name one by checkpoints=Checkpoints"),
         ({"evaluate": Evaluator(BATCHES, BOTH)}, "There are eval/accuracy, eval/loss; name one"),
         (
             {

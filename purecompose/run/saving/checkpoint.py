@@ -106,9 +106,8 @@ def snapshot(
 ) -> Snapshot:
     """Return the content of a state's checkpoint, on the host or being copied there.
 
-    Of several `writers` each takes only what it writes. On the CPU only what is outside of the state, given by its name
-    in the index, is copied here: tensors of a state never change, and those that a compiled step would overwrite are
-    copied when they are read.
+    Of several `writers` each takes only what it writes. On the CPU only `outside`, what is kept outside of the state,
+    is copied: tensors of a state never change.
     """
     if parts not in get_args(Parts):
         raise ValueError(f"save: parts={parts!r}: expected {' or '.join(map(repr, get_args(Parts)))}")
@@ -177,8 +176,7 @@ def save(state: State, path: Path | str, *, step: Step | None = None, parts: Par
         raise TypeError(f"save(state, path): expected a State first, got {shown(state)}")
     if is_remote(path):
         raise ValueError(
-            f"save: {path} is in remote storage: save to a local folder in `with purecompose.saving.mirror(url)`, or "
-            "give fit checkpoints=Checkpoints(url)"
+            f"save: {path} is in remote storage: save to a local folder in `with purecompose.saving.mirror(url)`"
         )
     writers = writers_of(state)
     taken = snapshot(state, step, parts=parts, writers=writers)
@@ -239,8 +237,8 @@ def load(
     """
     if not isinstance(like, State):
         raise TypeError(
-            f"load(path, like): expected a State for `like`, got {type(like).__name__}: a checkpoint has no code, so "
-            "give it the state that the run started from, like=step.init(State.create(net, ...))"
+            f"load(path, like): expected a State for `like`, got {type(like).__name__}: give the state that the run "
+            "started from, like=step.init(State.create(net, ...))"
         )
     given = like if step is None else step.fire(Event.BEFORE_LOAD, like)
     found = read(path, given, step=step, strict=strict, ignore=ignore)
@@ -360,9 +358,8 @@ def resumed_from(path: Path, like: State, step: Step, ignore: Collection[str] = 
 def resumed_from_newest(folder: Path | str, like: State, step: Step, ignore: Collection[str] = ()) -> Resumed | None:
     """Return the newest complete checkpoint in a folder, to resume a run; `None` if there is none.
 
-    Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. If several processes
-    share the state, all must call, and continue from the same checkpoint: the newest that is complete for all. For the
-    arguments see `resumed_from`.
+    Damaged ones are renamed to `*.damaged-*`, because the run will write these batches again. All processes that share
+    the state must call, and continue from the newest that is complete for all of them.
     """
     writers = writers_of(like, step)
     found, damaged = _looked_for(Path(folder), writers)

@@ -77,8 +77,7 @@ def architecture(model: Model) -> list[str]:
 def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
     """Return a line for each module whose type differs in two networks, as `architecture` describes them.
 
-    The same weights define another function in such a module, even if names and shapes agree. Modules inside a listed
-    one are left out. `place` is the source of the first network, such as "the file".
+    Modules inside a listed one are left out. `place` is the source of the first network, such as "the file".
     """
     there, here = _by_name(saved), _by_name(now)
     found: list[str] = []
@@ -160,8 +159,8 @@ def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
         began = saved.get("hparams", {}).get(name)
         if began is not None and value.ndim == 0 and value != torch.tensor(began, dtype=value.dtype):
             lines.append(
-                f"hparam {name!r}: {value.item():g} here is not taken over, the checkpoint's value holds: it is a part "
-                "of the state; load it, and replace its hparams"
+                f"hparam {name!r}: {value.item():g} here is not taken over, since it is a part of the state: load it, "
+                "and replace its hparams"
             )
     return lines
 

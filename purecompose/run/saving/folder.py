@@ -1,8 +1,8 @@
 """Checkpoints on disk: one folder each, written completely or not at all, and verified when read.
 
 Everything is written into a hidden folder next to the target, synced to disk, and renamed. If the process dies midway,
-readers ignore the hidden folder and the next writer removes it. Processes that hold parts of a state write into one
-hidden folder, each a file with its rows and a report of it, and the first one completes it when all have done so.
+readers ignore the hidden folder and the next writer removes it. Processes that hold parts of a state each write a file
+with their rows, and a report of it, into one hidden folder, which the first one completes when all are there.
 """
 
 import contextlib
@@ -176,8 +176,7 @@ def read_index(path: Path) -> Index:
         if found := all_in(path)[0] or all_in(path / CHECKPOINTS)[0]:
             num = f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
             raise CheckpointError(
-                f"{path} is a folder of {num}, not one itself: name one of them; the newest is {found[0].path}, as "
-                "purecompose.saving.newest tells"
+                f"{path} is a folder of {num}, not one itself: name one of them, such as the newest, {found[0].path}"
             ) from error
         reason = error.strerror or type(error).__name__
         raise DamagedError(f"{path} is not a whole checkpoint: {INDEX} cannot be read ({reason})") from error
@@ -328,21 +327,18 @@ def _is_ours_alone(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Writers:
-    """The processes that write a state together.
-
-    Attributes:
-        ranks: All processes.
-        number: The number of this process among those that write, from 0; `None` if others hold the same rows.
-        total: The number of processes that write.
-        run: A word that the first process has drawn, in the names of hidden folders.
-        device: The device of messages.
-    """
+    """The processes that write a state together."""
 
     ranks: Ranks
+    """All processes."""
     number: int | None
+    """The number of this process among those that write, from 0; `None` if others hold the same rows."""
     total: int
+    """The number of processes that write."""
     run: str
+    """A word that the first process has drawn, in the names of hidden folders."""
     device: torch.device
+    """The device of messages."""
 
     @property
     def is_joint(self) -> bool:
@@ -431,11 +427,8 @@ def complete(
 ) -> None:
     """Complete a checkpoint, in a file system that all processes share, for all of them or for none; all call this.
 
-    Args:
-        target, make_index: See `write`.
-        part: Function that returns when `write_part` has.
-        writers: The processes.
-        is_alone: True to send no messages, because others may have ended: only the first one then knows the result.
+    `part` returns when `write_part` has. With `is_alone` no messages are sent, because others may have ended: only the
+    first process then knows the result.
     """
     patience = _AFTER_END if is_alone else _TO_APPEAR
 
@@ -464,10 +457,7 @@ def _put(target: Path, make_index: Callable[[dict[str, Any]], Index], writers: W
     for name in (file_name(number, writers.total) for number in range(writers.total)):
         while (report := _reported(new / name)) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{name} is not whole after {patience:g} s: its process has ended, or shares no file system with "
-                    "the first one"
-                )
+                raise TimeoutError(f"{name} is not whole after {patience:g} s: its process has ended, or is elsewhere")
             time.sleep(0.02)
         files[name] = report
     with replaced(target, new):

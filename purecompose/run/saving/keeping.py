@@ -52,12 +52,7 @@ class Keeper:
         self._has_lacked_position = False
 
     def open(self, state: State, step: Step | None = None) -> None:
-        """Read the folder if it is in remote storage; all processes that share the state must call this.
-
-        Raises:
-            ValueError: The processes hold parts of the state.
-            ImportError, OSError: See `Mirror`.
-        """
+        """Read the folder if it is in remote storage; all processes that share the state must call this."""
         if not is_remote(self.settings.folder):
             return
         url, writers = str(self.settings.folder), writers_of(state, step)
@@ -167,7 +162,7 @@ class Keeper:
             target = self.folder / disk.name_at(now)
             warn(
                 f"the last state of the run is in no checkpoint: {target} could not be written "
-                f"({_cause_of(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
+                f"({_cause_of(self._failure)}); save what fit returns with purecompose.save(state, path)",
                 CheckpointWarning,
             )
 

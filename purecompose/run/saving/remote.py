@@ -64,18 +64,10 @@ def _reading(read: Callable[..., Any], *arguments: str) -> Any:
 
 @contextmanager
 def fetched(path: Path | str) -> Iterator[Path]:
-    """Return a scope with a folder, which is a local copy if the path is a URL.
+    """Return a scope with a folder of a run, of checkpoints or of one checkpoint; of a URL, with a local copy.
 
-    Tensors are read when their file is opened, everything else at once; of one checkpoint, also the
-    other files of its run.
-
-    Args:
-        path: The folder of a run, of checkpoints or of one checkpoint.
-
-    Raises:
-        FileNotFoundError: There is nothing at the URL.
-        DamagedError: The storage holds a name that would lead out of the local copy.
-        ImportError, ValueError, OSError: See `Mirror`.
+    Tensors are read when their file is opened, everything else at once; of one checkpoint, also the other files of its
+    run. For the errors see `Mirror`; if there is nothing at the URL, it is a `FileNotFoundError`.
     """
     if not is_remote(path):
         yield Path(path)
