@@ -109,10 +109,8 @@ def _holds(predicate: Callable[[State], Any], state: State) -> bool:
     try:
         return bool(predicate(state))
     except Exception as error:
-        place = f"batch {state.timestamp.batch}"
-        raise RuntimeError(
-            f"bisect: the predicate {_words(predicate)} raised at {place}: {type(error).__name__}: {error}"
-        ) from error
+        raised = f"raised at batch {state.timestamp.batch}: {type(error).__name__}: {error}"
+        raise RuntimeError(f"bisect: the predicate {_words(predicate)} {raised}") from error
 
 
 def _passing(predicate: Callable[[State], Any], batch: int, later: int) -> ValueError:
@@ -125,9 +123,8 @@ def _passing(predicate: Callable[[State], Any], batch: int, later: int) -> Value
 class _LastBatch:
     """An observer that keeps the newest batch, and the state before it."""
 
-    def __init__(self) -> None:
-        self.state: State | None = None
-        self.batch: Any = None
+    state: State | None = None
+    batch: Any = None
 
     def __call__(self, event: Any, state: State) -> None:
         del event, state
@@ -142,8 +139,7 @@ def _scanned(
 ) -> tuple[_LastBatch, int | None]:
     """Replay from one checkpoint to the next until the predicate holds; if it `stays`, to the end, to check that.
 
-    Returns:
-        The batch after which it holds first, with the state before; and its number, `None` if there is none.
+    Return the batch after which it holds first, with the state before, and its number; `None` if there is none.
     """
     newest, caught = _LastBatch(), _LastBatch()
     batch, now = None, first.index.batch

@@ -143,8 +143,8 @@ def sweep(
     missing = [name for name in names if name not in state.hparams]
     if missing:
         raise ValueError(
-            f"sweep: the state has no hparam {missing[0]!r}, only {sorted(state.hparams)}; write it in place of a "
-            f'number, as in alg.label_smoothing(hparam("{missing[0]}", 0.1))'
+            f"sweep: the state has no hparam {missing[0]!r}, only {sorted(state.hparams)}; write "
+            f'hparam("{missing[0]}", 0.1) in place of a number'
         )
     together, done = None, []
     with contextlib.suppress(StopIteration):
@@ -368,7 +368,7 @@ def _result(rates: list[float], losses: list[float], reach: int, has_diverged: b
     if len(finite) < 5:
         raise ValueError(
             f"learning_rate_range: the loss was not finite or grew fourfold after {len(losses)} batches, at "
-            f"lr={rates[-1]:.2e}; begin with a lower rate than low={rates[0]:.2e}"
+            f"lr={rates[-1]:.2e}; begin below low={rates[0]:.2e}"
         )
     smoothed = _smoothed(finite, reach)
     # The first and last means are over few batches, and so noisy.

@@ -45,14 +45,7 @@ run saved if it has a folder.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: The arguments; by default those of the process.
-
-    Returns:
-        The exit status, as the help describes it.
-    """
+    """Run a command, by default with the process's arguments, and return the exit status that the help describes."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _make_parser()
     prog = f"{parser.prog} {words[0]}" if words and words[0] in commands else parser.prog

@@ -59,11 +59,9 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{wrong};{did_you_mean(value, names)} there are {', '.join(names)}")
 
     def check_options(self, words: Sequence[str], meant: Callable[[str], str]) -> None:
-        """Raise a `UsageError` for an option that does not exist.
+        """Raise a `UsageError` for an option, among the words after a command, that does not exist.
 
-        Args:
-            words: The words after the command.
-            meant: Function that returns a hint for the name of a setting.
+        `meant` returns a hint for the name of a setting.
         """
         known = self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words):
@@ -284,10 +282,7 @@ def allowed_by(given: Mapping[str, Any], allow_imports: bool) -> Collection[str]
 
 
 def check_imports(settings: Mapping[str, Any], allowed: Collection[str] | None) -> None:
-    """Raise if settings name code that may not be imported; `None` allows all.
-
-    A setting that is not on the command line is from a file, such as that of a run.
-    """
+    """Raise if settings name code that may not be imported, since only a file names it; `None` allows all."""
     foreign = [] if allowed is None else sorted(_names(settings) - set(allowed))
     if foreign:
         raise UsageError(

@@ -47,15 +47,13 @@ _IMAGE_DEFAULTS = {
     "algorithms": "mixup,label_smoothing,selective_backprop",
     "schedule": 'cosine(warmup="0.1dur")',
 }
-# With all three algorithms on two cores, accuracy reaches about 99 % on the digits in 5 s, and on MNIST in half a
-# minute. A second thread gains nothing on the digits; on a busy machine, where two threads wait for each other at
-# every operation, it made training 100 times slower.
+# On two cores, accuracy reaches about 99 % on the digits in 5 s, and on MNIST in half a minute. A second thread gains
+# nothing on the digits, and on a busy machine it made training 100 times slower.
 _FOR_SMALL_SETS = {"duration": "40ep", "batch_size": 64, "optimizer": "adam(lr=5e-3)", "threads": 1, **_IMAGE_DEFAULTS}
 _FOR_LARGE_SETS = {"duration": "2ep", "batch_size": 128, "optimizer": "adam(lr=4e-3)", "threads": 2, **_IMAGE_DEFAULTS}
 _LARGE = 10_000
-# 818 000 weights for 65 characters: an epoch of tiny Shakespeare, 980 batches, takes two minutes on two cores. Larger
-# batches learn less from the same number of characters: after an epoch the loss was 2.13 with a batch size of 8, 2.33
-# with 16, and 2.50 with 32.
+# An epoch of tiny Shakespeare, 980 batches, takes two minutes on two cores. Larger batches learn less from the same
+# number of characters: after an epoch the loss was 2.13 with a batch size of 8, and 2.50 with 32.
 _FOR_TEXT = {
     "duration": "3ep",
     "batch_size": 8,
@@ -110,7 +108,7 @@ def optimizer_of(settings: Settings) -> Any:
     call = specs.parse_one(settings.optimizer or "")
     if call.name == "muon":
         raise ValueError(
-            "muon moves only matrices; choose them, and an optimizer for the others, in Python: "
+            "muon moves only matrices; choose them in Python: "
             'optim.by_pattern({"blocks.*": optim.muon(0.02)}, optim.adamw(3e-4))'
         )
     plain = specs.build(call, OPTIMIZERS, "optimizer")
@@ -265,11 +263,9 @@ class Processes:
 
     @contextlib.contextmanager
     def folder(self, out: str | None, *, is_divided: bool) -> Iterator[Path | None]:
-        """Return a scope with the folder of a run, which is a local copy if `out` is a URL.
+        """Return a scope with the folder of a run, a local copy if `out` is a URL; raise if processes cannot share it.
 
-        Raises:
-            UsageError: The storage cannot be read; or processes divide the state, and need a folder that they share; or
-                there is only one.
+        Processes that divide the state need a shared folder, and there must be several.
         """
         if is_divided and self.size == 1:
             raise UsageError("--shard: there is only one process; start several by torchrun")
@@ -310,8 +306,8 @@ _TO_MEET, _TO_ANSWER = timedelta(minutes=2), timedelta(minutes=10)
 _TO_RELEASE = timedelta(seconds=0.1)
 """How long a process stays after its last message.
 
-The threads of gloo release the tensors of a message after it has arrived. One that does so while the interpreter is
-finalized aborts the process, and destroying the group does not wait for it while a step refers to the group.
+A thread of gloo that releases the tensors of a message while the interpreter is finalized aborts the process, and
+destroying the group does not wait for it while a step refers to the group.
 """
 
 _TO_ASK = timedelta(seconds=10)

@@ -88,11 +88,7 @@ def load_run(
 
 
 def local_copy(run: str, stack: ExitStack) -> str:
-    """Return a run, or if it is given by a URL its local copy, while the stack is open.
-
-    Raises:
-        UsageError: There is nothing at the URL, or it cannot be read.
-    """
+    """Return a run, or if it is given by a URL its local copy, while the stack is open."""
     with reported_as("", OSError, ValueError):
         return str(stack.enter_context(fetched(run))) if is_remote(run) else run
 

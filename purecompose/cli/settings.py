@@ -188,8 +188,7 @@ def with_arguments(
     settings: dict[str, Any], algorithms: Mapping[str, Callable[..., Any]], option: str = "--set"
 ) -> dict[str, Any]:
     """Return complete settings with the arguments under "within", which `option` has given, put into the calls."""
-    settings = dict(settings)
-    factories = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "model": MODELS}
+    settings, factories = dict(settings), {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "model": MODELS}
     for name, arguments in settings.pop("within", {}).items():
         where = ", ".join(f"{name}.{argument}" for argument in arguments)
         try:
@@ -243,8 +242,8 @@ def settings_of(run: Path) -> dict[str, Any]:
 def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
     """Return the settings in a TOML or YAML file, at the top level or in a table [train].
 
-    Messages begin with `option`. If it is empty, the file is from a run's folder, which another person may have
-    prepared: only a regular file of limited size is read.
+    Messages begin with `option`. If it is empty, the file is from a run's folder and may come from another person: only
+    a regular file of limited size is read.
     """
     kind = "YAML" if path.suffix.lower() in (".yaml", ".yml") else "TOML"
     try:

@@ -319,13 +319,7 @@ def print_results(
 
 
 def checksum(params: Mapping[str, Tensor]) -> str:
-    """Return a short hash of the names, dtypes, shapes and bits of tensors, which is equal if all bits are equal.
-
-    Example:
-        >>> zero, negative_zero = torch.tensor([0.0]), torch.tensor([-0.0])
-        >>> checksum({"w": zero}) == checksum({"w": negative_zero})
-        False
-    """
+    """Return a short hash of names, dtypes, shapes and bits of tensors, by which 0.0 and -0.0 differ."""
     digest = hashlib.sha256()
     for name, tensor in sorted(params.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())

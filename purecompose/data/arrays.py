@@ -65,7 +65,7 @@ class Arrays:
         if self.drop_last and self.batch_size > self.num_examples:
             raise ValueError(
                 f"arrays: drop_last=True leaves no batch at all: batch_size={self.batch_size} (int) is more "
-                f"than the {self.num_examples} examples; lower batch_size or keep the last batch"
+                f"than the {self.num_examples} examples"
             )
 
     @property
@@ -199,10 +199,7 @@ def arrays(
         [(8, 3), (2, 3)]
     """
     if batch_size is None:
-        raise TypeError(
-            "arrays: batch_size is missing; write arrays(inputs, targets, batch_size), or without targets "
-            "arrays(inputs, batch_size=64)"
-        )
+        raise TypeError("arrays: batch_size is missing; write arrays(inputs, targets, batch_size)")
     return Arrays(inputs, targets, batch_size, shuffle=shuffle, drop_last=drop_last, names=names)
 
 

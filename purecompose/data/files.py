@@ -190,7 +190,7 @@ def _opened(file: Path) -> Any:
     if image.mode.startswith(("I", "F")):  # Pillow would clip their values to 0 to 255
         raise ValueError(
             f"data.load: {file} has {'floats' if image.mode == 'F' else 'more than 8 bits'} for each pixel (mode "
-            f"{image.mode}): convert the images to 8 bits, or put them into an .npz archive, which may have any numbers"
+            f"{image.mode}): put the images into an .npz archive, which may have any numbers"
         )
     return image
 

@@ -114,7 +114,7 @@ def own_order(data: Any, *, has_position: bool) -> str | None:
     if isinstance(data, DataLoader) and data.generator is not None:
         return (
             "the DataLoader has its own generator, which is not part of a checkpoint: its order differs after a "
-            "resume. Leave generator= out to draw the order from the run's key, or use data.loader"
+            "resume. Leave generator= out to draw the order from the run's key"
         )
     if isinstance(data, Iterator):
         return "an iterator cannot be restarted: its next items are taken as the next batches"
@@ -304,7 +304,7 @@ class StateStream:
         if made is None or isinstance(made, Iterator):
             raise TypeError(
                 f"data.stream: {shown(self.fn)} returned {shown(made)}: expected one batch for each call, the one for "
-                "the next step; keep what serves several steps in an object, and give it to Checkpoints(extra=...)"
+                "the next step"
             )
         return made
 

@@ -112,11 +112,8 @@ class Samples:
 
 
 def reads_whole_batches(dataset: Any) -> bool:
-    """Return whether a data set can read many samples in one call; for a `Subset`, whether its data set can.
-
-    Every `Subset` has `__getitems__`, but it may read the samples one by one, without seeding between them.
-    """
-    if type(dataset) is Subset:
+    """Return whether a data set can read many samples in one call."""
+    if type(dataset) is Subset:  # which has `__getitems__`, but may read one by one, without seeding between them
         return reads_whole_batches(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
 
@@ -306,10 +303,7 @@ def loader(
     leaves_none = batch_size > num_examples if lengths is None else not lengths.num_batches(drop_last=True)
     if check_flag(drop_last, "loader: drop_last") and leaves_none:
         many = f"is more than the {num_examples} samples" if lengths is None else "is more than any bucket has samples"
-        raise ValueError(
-            f"loader: drop_last=True leaves no batch at all: batch_size={batch_size} (int) {many}; lower batch_size or "
-            "keep the last batch"
-        )
+        raise ValueError(f"loader: drop_last=True leaves no batch at all: batch_size={batch_size} (int) {many}")
     workers = check_whole(workers, "loader: workers", 0, hint="0 reads in the caller's own process")
     _check_transform(transform, rng)
     if collate is not None and not callable(collate):
@@ -390,8 +384,7 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
     """
     if not isinstance(loader, Loader):
         raise TypeError(
-            f"data.shared: expected a loader from data.loader, whose draws belong to the samples, got {shown(loader)}; "
-            "data.arrays are in memory already, and other data must be read by each process"
+            f"data.shared: expected a loader from data.loader, whose draws belong to the samples, got {shown(loader)}"
         )
     if isinstance(loader.reader, SharedReader):
         raise ValueError("data.shared: the processes share the loader already")
@@ -399,8 +392,8 @@ def shared(loader: Loader, mesh: Any = None) -> Loader:
     pads_alike = pads_alike and getattr(loader.samples.collate, "__self__", None) is loader.buckets
     if loader.samples.collate is not None and not pads_alike:
         raise ValueError(
-            "data.shared: the loader has a function collate, which would see a part of each batch in each process: "
-            "give samples one form by transform, or pad them to bounds by data.buckets"
+            "data.shared: the loader has a function collate, which would see a part of each batch: give samples one "
+            "form by transform, or pad them to bounds by data.buckets"
         )
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

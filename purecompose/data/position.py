@@ -5,8 +5,7 @@ Data sets draw from global generators: a random crop uses torch's, older code Py
 they are seeded before each read from a place in the run, such a data set becomes a function of that place.
 
 Torchdata's `StatefulDataLoader`, Hugging Face's `IterableDataset` and the `StreamingDataLoader` of MosaicML Streaming
-have `state_dict` and `load_state_dict`. The order of their batches is their own. Each batch is read with the global
-generators seeded from (key, epoch, number of the batch), so that draws do not depend on earlier batches.
+know their position by `state_dict` and `load_state_dict`, and have an order of their own.
 """
 
 import copy
@@ -135,8 +134,8 @@ _BEGIN, _NEXT = salt("data begin"), salt("data next")
 def position_holder(data: Any) -> Any:
     """Return what knows the position of data by `state_dict` and `load_state_dict`; `None` if nothing does.
 
-    It is the data itself or, of a `DataLoader` that reads a stream in this process, the stream. A subclass with its own
-    `__iter__` may have read more of the stream than it has returned.
+    It is the data itself or the stream of a `DataLoader` in this process; not of a subclass with its own `__iter__`,
+    which may have read more of the stream than it has returned.
     """
     if callable(getattr(data, "epoch", None)) or isinstance(data, type) or has_shuffle_buffer(data):
         return None
@@ -210,8 +209,8 @@ class PositionedBatches:
     def position(self, is_over: bool | None) -> dict[str, Any] | None:
         """Return the position after the last batch, and whether the epoch ends there; `None` if it is not known.
 
-        If `is_over` is `None`, the next batch is read, and kept, to find out whether the epoch ends: after the last one
-        data may stand at their start again. An error in reading it is raised, and again when the batch is requested.
+        If `is_over` is `None`, the next batch is read and kept to find out: after the last one data may stand at their
+        start again. An error in reading it is raised, and again when the batch is requested.
         """
         if self.num_returned == 0 and (self._start or self._saved is not None):
             return self._saved

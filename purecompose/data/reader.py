@@ -1,11 +1,11 @@
 """Reading: batches are loaded in this process, in workers that live across epochs, or in several processes, and sent to
 a GPU while it works on earlier ones.
 
-A *source* wraps a data set and returns a finished batch for a request, `source[request]`. Requests are small and
-contain all that the batch depends on, so it does not matter which process reads it, or what it has read before.
+A *source* wraps a data set and returns a finished batch for a request, `source[request]`. Requests contain all that the
+batch depends on, so it does not matter which process reads it.
 
 `prefetch` copies each batch into pinned memory and from there to the GPU on a separate stream, a few batches ahead. It
-reads in the calling thread, since a separate one would run the loader's code concurrently with the step's.
+reads in the calling thread, so that the loader's code does not run concurrently with the step's.
 """
 
 import os
@@ -51,9 +51,8 @@ class Reader:
     def read(self, requests: Iterable[Any], seed: int = 0) -> Generator[Any, None, None]:
         """Yield the batches of some requests, in their order; with workers, they are read a few ahead.
 
-        Two readings may run at the same time; the second then starts its own workers. After a reading that was
-        abandoned, the workers finish its outstanding requests before they begin with the next reading. The generators
-        in new workers have the seed, if nothing else seeds them.
+        A second reading at the same time starts its own workers. Those of an abandoned reading finish its outstanding
+        requests before they begin with the next one. Generators in new workers have the seed.
         """
         if self._reads_here:
             for request in requests:
@@ -199,8 +198,8 @@ class SharedReader:
             raise RuntimeError(f"data.shared: process {forms.index(None)} could not read its rows: see its error")
         if len({*forms}) > 1:
             raise ValueError(
-                f"data.shared: the processes have read rows of different forms; process {self._rank} has {form}. "
-                "All samples must have one shape: pad them to one length by transform"
+                f"data.shared: the processes have read rows of different forms; process {self._rank} has {form}: pad "
+                "samples to one length by transform"
             )
         counts = [stop - start for start, stop in _bounds(num_examples, self._size)]
         return tree.map(lambda leaf: self._all_rows(leaf, counts), part)

@@ -3,11 +3,11 @@
 A loss is any callable `(outputs, targets, reduction="mean")` with reduction "mean", "sum" or "none"; so
 `torch.nn.functional.cross_entropy` is one.
 
-A loss may report what its mean divides by, so that microbatches add up to the batch. It does so with a method
+A loss may report what its mean divides by, so that microbatches add up to the batch: by a method
 `counted(outputs, targets)`, which returns a bool tensor of the shape of the losses with reduction "none", true where a
-position enters the mean (padding does not); or with a method `num_terms(outputs, targets)`, which returns the number
-itself, possibly a sum of weights. A loss with neither is treated as a mean over all elements. Nothing here reads a
-value back from the device.
+position enters the mean (padding does not); or by a method `num_terms(outputs, targets)`, which returns the number
+itself, possibly a sum of weights. Any other loss is treated as a mean over all elements. Nothing here reads a value
+back from the device.
 
 A sum of means with different denominators has a method `denominators(targets)`, which returns a pytree of 0-d tensors
 or numbers, and divides by the argument of that name in `loss(outputs, targets, denominators=...)`: those of the same

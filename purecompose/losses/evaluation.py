@@ -164,16 +164,15 @@ def check_interpolation(loss_fn: Callable[..., Tensor], outputs: Any, targets: A
             raise ValueError(
                 f'interpolate_loss=True averages the losses of {loss_fn!r} with reduction="none" over all positions, '
                 f"which for the targets of the batch is {over_all.item():.6g}, but its own mean is {mean.item():.6g}: "
-                "use losses.CrossEntropy, with its ignore_index and weight, or give the loss a method "
-                "counted(outputs, targets)"
+                "use losses.CrossEntropy, or give the loss a method counted(outputs, targets)"
             )
 
 
 def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, name: str = "") -> None:
     """Raise if a loss or metric compares each output with each target, as torch broadcasts (N, 1) and (N,).
 
-    Such a value stays the same if the examples of one tensor change places; the value for tensors of one shape is
-    another one, and changes. Both are computed from made-up numbers, where the shapes differ only in dims of size 1.
+    For made-up numbers, such a value stays the same if the examples of one tensor change places, and differs from the
+    value for tensors of one shape. Only shapes that differ in dims of size 1 are examined.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
         return
@@ -204,7 +203,7 @@ def check_pairs(fn: Callable[..., Any], outputs: Any, targets: Any, name: str = 
     if compares_all:
         raise ValueError(
             f"{name or shown(fn)} compares each output with each target: outputs {tuple(outputs.shape)} and targets "
-            f"{tuple(targets.shape)} were broadcast. Give both one shape, as by `targets.view_as(outputs)`"
+            f"{tuple(targets.shape)} were broadcast. Use `targets.view_as(outputs)`"
         )
 
 
@@ -360,8 +359,8 @@ def weighted_field(loss: Callable[..., Any], input_field: Any, target_field: Any
     batches.check_field(target_field, "target_field")
     if isinstance(loss, ModelLoss) or couples_examples(loss) or has_denominators(loss):
         raise TypeError(
-            f"weight_field={weight_field!r}: the loss {shown(loss)} has no loss of each example, which a weight could "
-            "multiply: weigh them in the loss, whose targets may be several members, target_field=['label', 'weight']"
+            f"weight_field={weight_field!r}: the loss {shown(loss)} has no loss of each example: weigh them in the "
+            "loss, with target_field=['label', 'weight']"
         )
     check_loss(loss, per_example=True)
     field = WeightedField(target_field, weight_field)

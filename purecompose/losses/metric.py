@@ -315,8 +315,7 @@ def _classes(name: str, outputs: Any, targets: Any, ignore_index: int) -> tuple[
     if may_read and has_values(targets) and bool((targets.sum(dim=1) > 1 + 1e-3).any()):
         raise ValueError(
             f"metrics.{name}: expected one class for each position, got dense targets of several: count each of them, "
-            "as metrics.binary_accuracy does, or only examples in which all are right, "
-            "`lambda outputs, targets: ((outputs > 0) == targets).all(1)`"
+            "as metrics.binary_accuracy does, or `lambda outputs, targets: ((outputs > 0) == targets).all(1)`"
         )
     return targets.argmax(dim=1), targets.any(dim=1)
 

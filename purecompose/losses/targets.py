@@ -39,7 +39,7 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
         remedy = (
             "pass `targets.soft(outputs)`, or call losses.evaluate_loss"
             if isinstance(targets, Mixture)
-            else "let the loss or the model's forward pick the tensor out (as in `outputs.logits`), or use "
+            else "let the loss pick the tensor out (as in `outputs.logits`), or use "
             "losses.model_loss where the model computes its own loss"
         )
         raise TypeError(
@@ -87,7 +87,7 @@ def class_scores(outputs: Any, targets: Any) -> Any:
     raise ValueError(
         f"cannot tell which of the outputs ({type(outputs).__name__} of shapes {shapes}) are the scores of the "
         f"classes in targets of shape {tuple(targets.shape)}: expected outputs (N, C, ...) of one shape that fits; "
-        "let the network return only these, or mix losses in place of targets (interpolate_loss=True)"
+        "mix losses in place of targets (interpolate_loss=True)"
     )
 
 
@@ -145,8 +145,8 @@ def num_examples(outputs: Any, targets: Any) -> int:
     if found is None:
         raise ValueError(
             f"cannot tell the number of examples: the batch dims are {own} in the targets ({type(targets).__name__}) "
-            f"and {others} in the outputs ({type(outputs).__name__}); give what all examples share a batch dim of 1, "
-            "or the loss a method num_terms(outputs, targets)"
+            f"and {others} in the outputs ({type(outputs).__name__}); give the loss a method num_terms(outputs, "
+            "targets)"
         )
     return found
 
@@ -379,8 +379,7 @@ def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_in
             raise
         raise IndexError(
             f"expected class indices below {outputs.shape[1]} for outputs of shape {tuple(outputs.shape)}: {error}. If "
-            "it marks positions that do not count, let the loss declare it: losses.CrossEntropy(ignore_index=...), or "
-            "an attribute `ignore_index` of your own loss"
+            "it marks positions that do not count, let the loss declare it: losses.CrossEntropy(ignore_index=...)"
         ) from error
 
 

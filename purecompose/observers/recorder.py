@@ -346,8 +346,8 @@ class _Outbox:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{self._owner}: records cannot be written: {error}. Training continues; they stay in memory and "
-                    "are written with the next group. This warning is shown once",
+                    f"{self._owner}: records cannot be written: {error}. Training continues, and they are written with "
+                    "the next group. This warning is shown once",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -452,7 +452,7 @@ def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] 
             left_out.add(name)
             warn(
                 f"metric {name!r} is left out of the records: expected a single number, got a tensor of shape "
-                f"{tuple(value.shape[num_dims:])}; report a mean, or each number under a separate name"
+                f"{tuple(value.shape[num_dims:])}; report a mean"
             )
     # Copies, because a step that donates its state overwrites the loss.
     single = {name: value.detach().clone() for name, value in values.items() if value.ndim == num_dims}

@@ -22,8 +22,8 @@ from purecompose.random.philox import WORD
 
 
 # Words of one gamma draw: 4 Philox blocks, each with one pair for the Box-Muller transform (two normals) and two
-# uniforms. Of the eight uniforms, seven are tests of acceptance and one is the boost. A round accepts with probability
-# 0.95 or more, so all seven fail once in 10**9 draws; such a draw returns the mode of the proposal.
+# uniforms. Of the eight uniforms, seven are tests of acceptance and one is the boost. All seven fail once in 10**9
+# draws; such a draw returns the mode of the proposal.
 _GAMMA_WORDS = 16
 _ROUNDS = 7
 

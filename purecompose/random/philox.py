@@ -9,20 +9,18 @@ A key is (seed, offset), two 64-bit numbers in an int64 tensor. Block b of its s
     float64    the low 53 bits of w0 << 32 | w1, times 2**-53
     next key   seed w1 << 32 | w0, offset w3 << 32 | w2
 
-These are the bits of `torch.func._random` in torch 2.15. Tensor operations define them here; they work on every device,
-traced and under transforms. Small draws in eager are computed in Python's integers, because the dispatch of that many
-operations costs 0.26 ms: a long integer serves as a vector, in which each word has 64 bits, so that its product with a
-32-bit constant does not reach the next one. torch's own kernels are used where it has them.
+These are the bits of `torch.func._random` in torch 2.15, whose kernels are used where torch has them. Tensor operations
+define them here; they work on every device, traced and under transforms. Small draws in eager are computed in Python's
+integers, because the dispatch of that many operations costs 0.26 ms: a long integer serves as a vector, in which each
+word has 64 bits, so that its product with a 32-bit constant does not reach the next one.
 
-A word is a uint32 value stored in an int64. A product of two words is at most `(2**32 - 1)**2`, which int64 represents
-modulo 2**64, so both halves are exact: the low one by a mask, the high one by a shift and a mask. The four lanes are
-separate tensors: stacked in one they would need fewer operations, but compiled they are three times as slow, since the
-swap of lanes between rounds prevents fusing.
+A word is a uint32 value stored in an int64. A product of two words is exact modulo 2**64: its low half is taken by a
+mask, the high one by a shift and a mask. The four lanes are separate tensors: stacked in one they are three times as
+slow when compiled, since the swap of lanes between rounds prevents fusing.
 
-In a traced step a draw is one operation, `purecompose::philox`. It also has a rule for `torch.func.vmap`, which passes
-the keys of all members to torch's operations at once; these have no such rule. For CPUs without kernels
-`transforms/compilation/rewriting.py` replaces it by tensor operations before Inductor compiles the graph; for GPUs
-`transforms/compilation/gpu.py` makes it part of the kernels.
+In a traced step a draw is one operation, `purecompose::philox`, with a rule for `torch.func.vmap`. For CPUs without
+kernels `transforms/compilation/rewriting.py` replaces it by tensor operations before Inductor compiles the graph; for
+GPUs `transforms/compilation/gpu.py` makes it part of the kernels.
 
 References:
     John K. Salmon et al.: Parallel Random Numbers: As Easy as 1, 2, 3. SC 2011.

@@ -98,10 +98,7 @@ class Panel(NamedTuple):
 
 
 def panels_of(runs: Sequence[RunRecords]) -> list[Panel]:
-    """Return the panels for which some run has numbers, with the batch along the horizontal axis.
-
-    The values of one quantity in training and in evaluations share a panel: `loss` and `eval/loss`.
-    """
+    """Return the panels of numbers, by batches; a quantity in training and in evaluations shares one."""
     columns = [*dict.fromkeys(name for run in runs for record in run.records for name in record)]
     evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
     trained = [name for name in columns if name.startswith("train/") and name not in evaluated]
@@ -129,8 +126,7 @@ def panels_of(runs: Sequence[RunRecords]) -> list[Panel]:
 def places(run: RunRecords, x: str) -> list[float]:
     """Return the place of each record along an axis; NaN before the first record that has one.
 
-    A record without `x`, as of an evaluation, has the place of the record before it. Between the ends of two epochs,
-    the number of epochs grows evenly with the batches.
+    A record without `x`, as of an evaluation, has the place of the one before it. Epochs grow evenly with the batches.
     """
     if x == "epoch":
         return _epochs(run)

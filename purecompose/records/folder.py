@@ -441,8 +441,7 @@ def is_run(path: Path, resume: bool) -> bool:
     if CONFIG not in inside:
         few = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
         raise FileExistsError(
-            f"RunFolder: {path} is neither empty nor the folder of a run: it has no {CONFIG}, but {few}; give the run "
-            "another folder"
+            f"RunFolder: {path} is neither empty nor the folder of a run: it has no {CONFIG}, but {few}"
         )
     if not resume:
         raise FileExistsError(
@@ -525,8 +524,7 @@ def _locked(path: Path) -> Any:
         if not isinstance(error, BlockingIOError):
             raise
         raise BlockingIOError(
-            f"RunFolder: {path.parent} is in use by {holder}: two runs in one folder would mix their records. Wait "
-            "until it is done, end it, or give this run another folder"
+            f"RunFolder: {path.parent} is in use by {holder}: two runs in one folder would mix their records"
         ) from error
     _HELD.add(file)
     since = datetime.now().astimezone().isoformat(timespec="seconds")

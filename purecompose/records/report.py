@@ -175,10 +175,7 @@ class Fact(NamedTuple):
 
 
 def facts_of(run: RunRecords) -> list[Fact]:
-    """Return the metrics of a run, the number of its batches and its wall-clock time.
-
-    Evaluations come first, then the training loss, and other numbers.
-    """
+    """Return the metrics of a run, those of evaluations first, the number of its batches and its wall-clock time."""
     metrics = (run.result or {}).get("metrics") or run.last_metrics
     evaluated = set(evaluation_columns(run.records))
     names = [name for name, value in metrics.items() if isinstance(value, int | float | list)]

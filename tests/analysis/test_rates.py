@@ -52,7 +52,7 @@ def test_a_named_rate_keeps_the_schedule_on_request() -> None:
 
 
 def test_a_rate_that_is_too_high_from_the_start_is_an_error() -> None:
-    with pytest.raises(ValueError, match="begin with a lower rate than low=1.00e\\+06"):
+    with pytest.raises(ValueError, match="begin below low=1.00e\\+06"):
         learning_rate_range(make_step([]), new_state(0), train_data(), low=1e6, high=1e7)
 
 

@@ -40,7 +40,7 @@ def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 def test_a_living_process_keeps_others_out_and_a_killed_one_does_not(
     tmp_path: Path, holder: "subprocess.Popen[str]"
 ) -> None:
-    words = rf"in use by process {holder.pid} on .*, since 20.*another folder"
+    words = rf"in use by process {holder.pid} on .*, since 20.*would mix their records"
     with pytest.raises(BlockingIOError, match=words):
         Lock(tmp_path).take()
     with pytest.raises(BlockingIOError, match=words):

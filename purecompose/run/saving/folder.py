@@ -176,7 +176,7 @@ def read_index(path: Path) -> Index:
         if found := all_in(path)[0] or all_in(path / CHECKPOINTS)[0]:
             num = f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
             raise CheckpointError(
-                f"{path} is a folder of {num}, not one itself: name one of them, such as the newest, {found[0].path}"
+                f"{path} is a folder of {num}, not one itself: name one of them; the newest is {found[0].path}"
             ) from error
         reason = error.strerror or type(error).__name__
         raise DamagedError(f"{path} is not a whole checkpoint: {INDEX} cannot be read ({reason})") from error

@@ -114,8 +114,7 @@ class Keeper:
         """Write a checkpoint, or pass it to the thread; errors of the disk become warnings.
 
         Of processes that hold parts of the state each writes its own, and the next call or `is_due` completes them.
-        `metrics` are those measured of the state, `memory` notes for the run that continues, and `position` returns
-        the position of the data at a time, `None` if they have none.
+        `memory` are notes for a run that continues, and `position` returns the position of the data at a time, if any.
         """
         self._complete()
         self._tell()

@@ -1,8 +1,8 @@
 """Folders in remote storage, such as `s3://bucket/run`, by fsspec: local copies, read from there or sent there.
 
 Everything is written to a local copy as to any other folder. A thread sends what has changed since, so that steps never
-wait for the network. The index of a checkpoint is sent after its tensors and removed before them; so a reader finds a
-checkpoint that is complete, or none. What is no longer kept is removed after the new has arrived, in full length.
+wait for the network. The index of a checkpoint is sent after its tensors and removed before them, so that a reader
+finds it complete or not at all. What is no longer kept is removed after the new has arrived.
 """
 
 import contextlib
@@ -106,16 +106,8 @@ class Mirror:
     """A local copy of a folder in remote storage, kept for the length of a run, and sent there as it changes.
 
     Of the checkpoints there, the tensors of the newest complete one are read, and the indexes of all: so older ones
-    can be removed, but not loaded.
-
-    Args:
-        url: The folder: `s3://`, `gs://`, `file://` or another scheme of fsspec.
-        sends: True to send what changes, as one process does.
-
-    Attributes:
-        url: The URL.
-        local: The local copy.
-        problem: Why the newest files are not sent yet; `None` if nothing is wrong.
+    can be removed, but not loaded. `local` is the local copy, and `problem` says why the newest files are not sent yet,
+    if so. With several processes one `sends`.
 
     Raises:
         ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
