@@ -292,7 +292,11 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
     pairs = [(one, by_batch[one.index.batch]) for one in checkpoints_in(paths[0]) if one.index.batch in by_batch]
     if not pairs:
         raise ValueError(f"compare: {paths[0]} and {paths[1]} have no checkpoints of the same batch")
-    by_checkpoint = tuple(_difference(one, other, tolerance) for one, other in pairs)
+    by_checkpoint = []
+    for one, other in pairs:
+        ours, theirs = _tensors(one), _tensors(other)
+        num = sum(1 for _ in _differing(ours, theirs, tolerance))
+        by_checkpoint.append(CheckpointDifference(one.index.batch, num, _distance(ours, theirs)))
     first = next((i for i, one in enumerate(by_checkpoint) if one.num_leaves), None)
     batch, leaves, since = None, (), by_checkpoint[-1].batch
     if first is not None:
@@ -304,7 +308,7 @@ def compare(run_a: RecordedRun | Path | str, run_b: RecordedRun | Path | str, *,
             if exact is not None:
                 (batch, leaves), since = exact, exact[0] - 1
     settings = tuple(dict.fromkeys(_settings(*paths, *(checkpoints_in(path)[-1] for path in paths))))
-    return Comparison((str(paths[0]), str(paths[1])), batch, leaves, since, by_checkpoint, settings)
+    return Comparison((str(paths[0]), str(paths[1])), batch, leaves, since, tuple(by_checkpoint), settings)
 
 
 def _path(run: Any) -> Path:
@@ -316,12 +320,6 @@ def _path(run: Any) -> Path:
 def _tensors(found: Found) -> Mapping[str, Tensor]:
     tensors = SavedTensors(found.path, found.index)
     return {name: tensors[name] for name in found.index.tensors if not is_extra(name)}
-
-
-def _difference(one: Found, other: Found, tolerance: float) -> CheckpointDifference:
-    ours, theirs = _tensors(one), _tensors(other)
-    num = sum(1 for _ in _differing(ours, theirs, tolerance))
-    return CheckpointDifference(one.index.batch, num, _distance(ours, theirs))
 
 
 def _distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

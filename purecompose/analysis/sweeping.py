@@ -370,7 +370,9 @@ def _result(rates: list[float], losses: list[float], reach: int, has_diverged: b
             f"learning_rate_range: the loss was not finite or grew fourfold after {len(losses)} batches, at "
             f"lr={rates[-1]:.2e}; begin below low={rates[0]:.2e}"
         )
-    smoothed = _smoothed(finite, reach)
+    # The mean around each loss, over as many on either side.
+    sides = [min(reach, i, len(finite) - 1 - i) for i in range(len(finite))]
+    smoothed = [statistics.fmean(finite[i - side : i + side + 1]) for i, side in enumerate(sides)]
     # The first and last means are over few batches, and so noisy.
     inner = range(reach, len(smoothed) - reach) or range(len(smoothed))
     lowest = min(inner, key=smoothed.__getitem__)
@@ -387,9 +389,3 @@ def _endless(data: Any, state: State) -> Iterator[Any]:
             yield before
         if before is None:
             raise ValueError("learning_rate_range: the data has no batch, or ended and cannot be read again")
-
-
-def _smoothed(values: list[float], reach: int) -> list[float]:
-    """Return the mean around each value, over as many on either side: at most `reach`."""
-    sides = [min(reach, i, len(values) - 1 - i) for i in range(len(values))]
-    return [sum(values[i - side : i + side + 1]) / (2 * side + 1) for i, side in enumerate(sides)]

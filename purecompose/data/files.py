@@ -150,10 +150,14 @@ def _load_folders(folder: Path) -> ImageData:
         raise ValueError(f"data.load: {test} has classes that {folder / 'train'} lacks: {', '.join(strange)}")
     parts = [_read_part(part, names) for part in (folder / "train", test)]
     mode = "L" if all(image.mode in ("L", "1") for images, _ in parts for image in images) else "RGB"
-    (train, train_labels), (tests, test_labels) = (
-        (torch.stack([_as_tensor(image, mode) for image in images]), labels) for images, labels in parts
-    )
-    return _image_data(str(folder), train, train_labels, tests, test_labels)
+    arrays = []
+    for images, labels in parts:
+        pixels = torch.frombuffer(
+            bytearray().join(image.convert(mode).tobytes() for image in images), dtype=torch.uint8
+        )
+        width, height = images[0].size
+        arrays += [pixels.reshape(len(images), height, width, len(mode)).permute(0, 3, 1, 2), labels]
+    return _image_data(str(folder), *arrays)
 
 
 def _classes(folder: Path) -> list[str]:
@@ -193,12 +197,6 @@ def _opened(file: Path) -> Any:
             f"{image.mode}): put the images into an .npz archive, which may have any numbers"
         )
     return image
-
-
-def _as_tensor(image: Any, mode: str) -> Tensor:
-    width, height = image.size
-    values = torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8)
-    return values.reshape(height, width, len(mode)).permute(2, 0, 1)
 
 
 def _image_data(

@@ -248,7 +248,10 @@ class PositionedBatches:
         if batch is _END and self._number == 0:  # the data stood at the end of the epoch before
             self._batches = self._iterated()
             batch = self._next(self._batches, 0)
-        _forget_loaded(self._holder)
+        # A stream of Hugging Face that has continued from a loaded position is iterated from the start next time.
+        stream = getattr(self._holder, "dataset", self._holder)
+        if getattr(stream, "_starting_state_dict", None) is not None:
+            stream._starting_state_dict = None
         return batch
 
     def _begun(self) -> Iterator[Any]:
@@ -288,13 +291,6 @@ def _has_position(data: Any) -> bool:
     """Return whether the methods can be called: `state_dict` of MosaicML's `StreamingDataset` needs other arguments."""
     methods = (getattr(data, "state_dict", None), 0), (getattr(data, "load_state_dict", None), 1)
     return all(callable(method) and is_callable_with(method, num) for method, num in methods)
-
-
-def _forget_loaded(holder: Any) -> None:
-    """Let a stream of Hugging Face that has continued from a loaded position be iterated from the start next time."""
-    stream = getattr(holder, "dataset", holder)
-    if getattr(stream, "_starting_state_dict", None) is not None:
-        stream._starting_state_dict = None
 
 
 class _Failure(NamedTuple):

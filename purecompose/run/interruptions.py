@@ -46,8 +46,12 @@ class CommonEnd:
     def due(self, batch: int, received: signal.Signals | None, device: torch.device) -> signal.Signals | None:
         """Return the signal by which the run ends after this number of batches, if it does."""
         is_ahead = device.type == "cuda"
-        if is_ahead:
-            self._wait(device)
+        if is_ahead:  # wait for the batch before the last ones, whose messages all processes have sent by then
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._sent.append(event)
+            if len(self._sent) > _AHEAD:
+                self._sent.popleft().synchronize()
         if received is not None:
             self._store.compare_set(self._place, "", f"{batch + 1 + _AHEAD * is_ahead} {int(received)}")
         elif not self._store.check([self._place]):
@@ -60,14 +64,6 @@ class CommonEnd:
         own = torch.tensor(int(received or 0), device=device)
         number = int(self._ranks.exchange([own], "max")[0])
         return signal.Signals(number) if number else None
-
-    def _wait(self, device: torch.device) -> None:
-        """Wait for the batch before the last `_AHEAD` ones, whose messages all processes have sent by then."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        self._sent.append(event)
-        if len(self._sent) > _AHEAD:
-            self._sent.popleft().synchronize()
 
 
 class Interrupts:

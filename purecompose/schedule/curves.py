@@ -183,7 +183,12 @@ class _Annealed(Shape):
     def at(self, moment: Moment) -> float:
         t, warmup, t_max = moment.numbers(self.warmup, "t_max", self.t_max)
         if warmup > t_max > 0:  # in a part of a sequence that begins at the run's end, t_max may be 0
-            raise ValueError(self._too_long(warmup, t_max, moment))
+            is_left = moment.ratio != moment.warmup_ratio
+            hint = "scale_warmup=True scales both" if is_left else "shorten the warmup or increase t_max"
+            raise ValueError(
+                f"warmup={self.warmup} is longer than t_max={self.t_max}, which includes it: "
+                f"{warmup:g} against {t_max:g} in this run; {hint}"
+            )
         if t < warmup:
             return self.curve(0.0) * t / warmup
         return self.curve(_tau(t - warmup, t_max - warmup))
@@ -191,14 +196,6 @@ class _Annealed(Shape):
     def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
         end = () if self.t_max is None else (self.t_max,)
         return (self.warmup, *end) if with_warmup else end
-
-    def _too_long(self, warmup: float, t_max: float, moment: Moment) -> str:
-        is_left = moment.ratio != moment.warmup_ratio
-        hint = "scale_warmup=True scales both" if is_left else "shorten the warmup or increase t_max"
-        return (
-            f"warmup={self.warmup} is longer than t_max={self.t_max}, which includes it: "
-            f"{warmup:g} against {t_max:g} in this run; {hint}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,7 +127,12 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
 def _loaded(module: nn.Module, wanted: Mapping[str, Any], found: Mapping[str, Tensor]) -> list[str]:
     """Load tensors into a module, as its `load_state_dict` does, and return a line for each that does not fit."""
     both = {name: one for name, one in wanted.items() if isinstance(one, Tensor) and name in found}
-    unlike = [name for name, one in both.items() if not _fits(found[name], one)]
+    unlike = []
+    for name, ours in both.items():
+        theirs = found[name]
+        is_exact = torch.promote_types(theirs.dtype, ours.dtype) == ours.dtype
+        if theirs.shape != ours.shape or not is_exact or theirs.is_floating_point() != ours.is_floating_point():
+            unlike.append(name)
     absent, unknown = module.load_state_dict({n: t for n, t in found.items() if n not in unlike}, strict=False)
     last = {id(one): name for name, one in both.items() if name not in unlike}  # of a tied tensor, what is loaded
     held = {n: last.get(id(one), n) for n, one in wanted.items() if isinstance(one, Tensor) and n not in unlike}
@@ -141,12 +146,6 @@ def _loaded(module: nn.Module, wanted: Mapping[str, Any], found: Mapping[str, Te
             if name in found and name != other and in_words(found[name]) != in_words(found[other])
         ],
     ]
-
-
-def _fits(theirs: Tensor, ours: Tensor) -> bool:
-    """Return whether a tensor has the shape of another, and its values in the dtype of the other."""
-    is_exact = torch.promote_types(theirs.dtype, ours.dtype) == ours.dtype
-    return theirs.shape == ours.shape and is_exact and theirs.is_floating_point() == ours.is_floating_point()
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None, dict[str, str] | None]:
