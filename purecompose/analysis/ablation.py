@@ -60,9 +60,9 @@ def ablate(
         metric: The metric, such as "eval/accuracy"; by default the evaluator's first.
         seeds: The number of seeds, from 0 on, or the seeds.
         sequential: True to train the seeds of a subset one after the other, for steps that vmap refuses and data made
-            by `data.stream`; otherwise they are a population. Results agree up to rounding.
+            by `data.stream`; otherwise they are a population.
         folder: A folder for the runs and their results. The same call resumes an interrupted ablation, and with more
-            seeds extends a finished one. Other methods, data or networks are refused.
+            seeds extends a finished one.
         report: Function that is called with a line of text after each cell, such as `print`.
 
     Returns:

@@ -89,10 +89,8 @@ def sweep(
 
     **Search.** "grid" trains all combinations of the lists. "random" draws `trials` settings by the state's key, from
     lists and ranges; with more trials, the first ones stay the same. "optuna" asks Optuna's tree-structured Parzen
-    estimator, seeded by the state's key, for the settings of each of `rounds` populations, by the metrics of the
-    earlier ones.
-
-    To end bad settings early, as in successive halving, train one run per setting under Optuna: see examples/search.py.
+    estimator for the settings of each of `rounds` populations, by the metrics of the earlier ones. To end bad settings
+    early, train one run per setting: see examples/search.py.
 
     Args:
         step: The step of one member, as `compose` or `compile` makes it.
@@ -103,9 +101,9 @@ def sweep(
         metric: The metric, such as "eval/loss"; by default the evaluator's first.
         trials: Number of settings of a search; by default all combinations of the values.
         search: "grid", "random" or "optuna"; by default "random" with `trials`, otherwise "grid".
-        rounds: Number of populations one after the other, for Optuna; fewer if there are fewer trials.
+        rounds: Number of populations one after the other, for Optuna.
         seeds: Number of keys with which each setting is trained: the state's, and others that follow from it.
-        chunk_size: Number of members computed at a time, which bounds the memory; see `population`.
+        chunk_size: Number of members computed at a time; see `population`.
         observers: Observers of the run.
 
     Returns:

@@ -56,8 +56,7 @@ def load_run(
 ) -> LoadedRun:
     """Load a run that was trained by `python -m purecompose train --out FOLDER`.
 
-    The command line fixes threads and kernels for a run. This function does not, so training that continues from its
-    result, instead of by `--resume`, may produce other bits.
+    Training that continues from its result may produce other bits than `--resume`, which fixes threads and kernels.
 
     Args:
         run: The run's folder, or the folder of one of its checkpoints; or the URL of one.
@@ -67,7 +66,7 @@ def load_run(
 
     Raises:
         UsageError: There is no such run or checkpoint, its data are missing, or its settings name code that may not be
-            imported; or "best" is given for a population, or for checkpoints without the metric that decides.
+            imported; or for "best" no checkpoint has the metric that decides.
         CheckpointError: The checkpoint cannot be used.
         ImportError: A package that the data need is missing.
 

@@ -186,10 +186,9 @@ def arrays(
             as its `input_field` and `target_field`.
 
     Raises:
-        TypeError: Something other than tensors, a batch size that is missing or not an int, or names that are not one
-            string for each tensor.
+        TypeError: An argument has the wrong type, or the batch size is missing.
         ValueError: There are no examples, inputs and targets differ in number or device, the batch size is below 1, or
-            `drop_last` is given with fewer examples than one batch.
+            `drop_last` leaves no batch.
 
     Example:
         >>> data = arrays(torch.zeros(10, 3), torch.zeros(10, dtype=torch.int64), batch_size=4)

@@ -3,8 +3,8 @@
     bucket of a sequence   = the first bound that is at least its length
     batches of an epoch    = each bucket in the keyed order of the epoch, cut into batches, all in a keyed order
 
-The number of batches of a bucket depends on neither key nor epoch, so that an epoch has a length, and a run resumes at
-any batch. A compiled step sees as many forms of batches as there are bounds, and last batches of buckets.
+The number of batches depends on neither key nor epoch, so that an epoch has a length, and a run resumes at any batch. A
+compiled step sees as many forms of batches as there are bounds, and last batches of buckets.
 """
 
 from collections.abc import Mapping, Sequence

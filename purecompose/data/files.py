@@ -381,8 +381,8 @@ def load_text(
 
     Raises:
         OSError: The file does not exist or cannot be read.
-        TypeError, ValueError: The length or the share is of the wrong kind or out of range; or the file is not UTF-8,
-            is too short for a window in either part, or has characters that the vocabulary lacks.
+        TypeError, ValueError: An argument is of the wrong kind or out of range; or the file is not UTF-8, is too short,
+            or has characters that the vocabulary lacks.
 
     Example::
 

@@ -270,18 +270,16 @@ def loader(
         collate: Function from a list of samples to a batch; None for `torch.utils.data.default_collate`, or the padding
             of buckets.
         seed_globals: Seed the global generators of torch, Python and numpy for each sample, while it is read and
-            transformed, and restore them. It takes about 8 microseconds per sample, and no time for tensors in
-            memory; without it, draws from them are not reproducible.
+            transformed, and restore them: about 8 microseconds per sample. Without it, draws from them are not
+            reproducible.
         persistent_workers: Keep workers between epochs; None to keep them if there are any.
         prefetch_factor, multiprocessing_context, timeout: Options of torch's `DataLoader` for workers; `timeout` is in
             seconds.
         pin_memory: Copy batches into pinned memory in a thread; `fit` does so itself if there is a GPU.
 
     Raises:
-        TypeError: The data set is of another kind, the transform or collate function cannot be called in this way, or
-            an argument has a wrong type.
-        ValueError: There are no samples or no batches, a number is out of range, or there are options for workers but
-            no workers.
+        TypeError: An argument has a wrong type, or the transform or collate function cannot be called in this way.
+        ValueError: There are no samples or no batches, a number is out of range, or options for workers without any.
         ImportError: `rng="numpy"` is given and numpy is not installed.
 
     Example:

@@ -24,11 +24,10 @@ def lightning_callback(
 ) -> Any:
     """Return a `lightning.Callback` that runs methods on batches, the model, gradients and weights.
 
-    Methods on the model act at `setup`, before the optimizer is created; those on batches before `training_step`, which
-    gets the changed batch, with mixed or smoothed targets as weights of classes (N, C, ...); those on gradients before
-    the step of an optimizer, with the gradients of its parameters; and averages after each batch, which validation,
-    tests and predictions then use. Lightning's checkpoints contain the key, the time and the slots, so that a resumed
-    run draws and averages the same. Each process draws by its own key, since it has its own batches.
+    Methods on the model act at `setup`, before the optimizer is created; those on batches before `training_step`, with
+    mixed or smoothed targets as weights of classes (N, C, ...); those on gradients before the step of an optimizer;
+    and averages after each batch, which validation, tests and predictions then use. Lightning's checkpoints contain the
+    key, the time and the slots, so that a resumed run draws and averages the same. Each process draws by its own key.
 
     Args:
         methods: The methods.

@@ -1,9 +1,9 @@
 """Forms of targets, and `Mixture`: several weighted targets per example.
 
 Class targets are indices (N, ...) or dense (N, C, ...), distinguished by shape. Mixing methods give each example more
-than one target: a `Mixture` keeps them as terms, where example i has target t_k[i] with weight w_k[i], and sum_k w_k[i]
-= 1. It is converted to soft targets, sum_k w_k onehot(t_k), only if a loss needs them. No function here reads a value
-back from the device.
+than one target: a `Mixture` keeps them as terms, where example i has target t_k[i] with weight w_k[i], and converts
+them to soft targets, sum_k w_k onehot(t_k), only if a loss needs them. No function here reads a value back from the
+device.
 """
 
 from __future__ import annotations

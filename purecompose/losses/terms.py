@@ -237,11 +237,9 @@ def over_batch(loss: Loss) -> Loss:
     Contrastive losses and normalisation over the batch are such losses. In microbatches and on several processes, the
     outputs of all slices are computed first, the loss is that of all outputs together, and the gradient is propagated
     back slice by slice ("GradCache"), so that each slice passes forward twice. BatchNorm still uses the statistics of
-    each slice.
+    each slice. A class may set the attribute `couples_examples = True` instead.
 
     A sum of means with different denominators needs no second pass if the loss declares them; see `purecompose.losses`.
-
-    A class may set the attribute `couples_examples = True` instead of using this function.
 
     Args:
         loss: `(outputs, targets) -> loss`, a function or module. The tensors in outputs and targets have the examples

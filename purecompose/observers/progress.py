@@ -27,9 +27,8 @@ class Progress:
     """An observer that shows the progress, the loss, the last evaluation's metrics, batches per second and the time.
 
     In a terminal it draws a bar over the whole run. Elsewhere (a file, a pipe, a notebook) it prints a plain line after
-    each epoch and each evaluation, and every 30 seconds, with the remaining time at the recent rate. The loss is a
-    running mean of about twenty batches, read a few times per second. A population's numbers are shown as a range over
-    its members, `loss 0.210..0.350`.
+    each epoch and each evaluation, and every 30 seconds. The loss is a running mean of about twenty batches. A
+    population's numbers are shown as a range over its members, `loss 0.210..0.350`.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 

@@ -176,9 +176,8 @@ class Recorder:
     monitors in those of batches.
 
     Values stay on the device until a group is passed on: when `group` records wait, or after `seconds`; at the end of
-    evaluations, at EPOCH_CHECKPOINT and FIT_END; and when `flush` is called. After an exception that happens when the
-    recorder is closed or deleted; if the process is killed, waiting records are lost. If a sink raises `OSError`, as of
-    a full disk, there is one warning, and the records are passed again with the next group.
+    evaluations, at EPOCH_CHECKPOINT and FIT_END; and when `flush` or `close` is called. If a sink raises `OSError`, as
+    of a full disk, there is one warning, and the records are passed again with the next group.
 
     Args:
         sink: An object with `write(records)`; see `Sink`.

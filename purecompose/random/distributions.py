@@ -101,8 +101,8 @@ def beta(
 ) -> Tensor:
     """Draw beta numbers: `x / (x + y)` of two gamma draws.
 
-    They are computed as the logistic function of the difference of the logarithms, which is never NaN, however small
-    `a` and `b` are. 0 and 1 occur where the value rounds to them.
+    They are computed from logarithms, and never NaN, however small `a` and `b` are. 0 and 1 occur where the value
+    rounds to them.
 
     Args:
         key: A key or an `Rng`.

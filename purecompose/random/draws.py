@@ -314,8 +314,7 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
 def choice(key: Tensor | Rng, n: int, k: int, p: Tensor | Sequence[float] | None = None) -> Tensor:
     """Choose `k` of `n` positions without replacement, in the order of drawing.
 
-    Position i arrives after an exponential time of rate `p[i]` and the first k are taken, which has the same
-    distribution as drawing one by one with renormalised weights. A position of weight 0 comes last.
+    The distribution is that of drawing one by one with renormalised weights. A position of weight 0 comes last.
 
     Args:
         key: A key or an `Rng`; the examples of one of several are ignored.

@@ -81,10 +81,9 @@ class RunFolder:
     | `report.html` | after the run: one page with everything, also its curves |
 
     Each file is written completely or not at all. After the first batch, a full disk causes a warning. When a run
-    continues, nothing in its folder changes until a batch has been trained.
-
-    One process at a time owns the folder, from the constructor to `finish` or `stop`. As a context manager it calls
-    `finish` at the end, and `stop` if an exception ends the run; a signal or Ctrl-C ends it without a report.
+    continues, nothing in its folder changes until a batch has been trained. One process at a time owns the folder, from
+    the constructor to `finish` or `stop`, which a context manager calls at the end or after an exception; a signal or
+    Ctrl-C ends it without a report.
 
     Args:
         path: The folder; it is created if necessary.
@@ -254,8 +253,7 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any] | None = None, *, predictions: Predictions | None = None) -> None:
         """Close the records and write result and report. A second call writes them again.
 
-        If a run should have continued and has not, because it was complete or its checkpoint was rejected, the folder
-        is left unchanged; only `result` is added to an existing result.
+        If a run should have continued and has not, `result` is added to an existing one and nothing else changes.
 
         Args:
             result: Additional entries of the result, such as `{"checksum": ...}`: names and plain values.

@@ -25,8 +25,7 @@ def list_runs(folder: str | os.PathLike[str], *, sort: str | None = None) -> lis
     """Return the runs in a folder and its subfolders, the newest first, as rows of a table.
 
     `sort` knows a row's entries, metrics by their names, `best.NAME`, settings, and the arguments of calls as in
-    `--set`: `optimizer.lr` of "adam(lr=0.01)", and `mixup.alpha` of an algorithm. The name `loss` is that of the metric
-    if a run has it.
+    `--set`: `optimizer.lr` of "adam(lr=0.01)", and `mixup.alpha` of an algorithm.
 
     Args:
         folder: The folder.

@@ -252,9 +252,8 @@ class ReduceOnPlateau:
     `state = reduce.init(state)` at the start, and `state = reduce.see(state, {"eval/loss": loss})` after each
     evaluation. Each member of a population has its own hparam and memory.
 
-    It does what `torch.optim.lr_scheduler.ReduceLROnPlateau` does with `threshold_mode="abs"`. Torch counts
-    evaluations and reduces after more than its patience; here the hparam is reduced as soon as the patience is over, as
-    in `EarlyStopping`: torch's patience of 2 with an evaluation each epoch is "3ep".
+    It does what `torch.optim.lr_scheduler.ReduceLROnPlateau` does with `threshold_mode="abs"`, but torch reduces after
+    more evaluations than its patience: its patience of 2 with an evaluation each epoch is "3ep" here.
 
     Args:
         metric: Metric of an evaluator, such as `"eval/loss"`.

@@ -67,8 +67,8 @@ def train(
     Args:
         net: The network; it is copied and never changed. `to_module(state)` returns the trained one.
         data: Batches for training; see `fit`.
-        test: Batches for evaluation, which runs after each epoch; by default nothing is evaluated. To choose more, give
-            `evaluate=` instead, as for `fit`.
+        test: Batches for evaluation after each epoch; by default nothing is evaluated. For more, give `evaluate=`
+            instead.
         loss: See `State.create`.
         optimizer: See `State.create`.
         duration: Length of the run, such as `"20ep"`.
@@ -83,8 +83,7 @@ def train(
         `history.series("eval/accuracy")`.
 
     Raises:
-        TypeError: None of the three functions has an argument of that name; there is `evaluate` besides `test` or
-            `metrics`; or there are `metrics` without `test`.
+        TypeError: An argument is unknown; there is `evaluate` besides `test`; or there are `metrics` without `test`.
         TypeError, ValueError: See `compose`, `State.create` and `fit`.
 
     Example:

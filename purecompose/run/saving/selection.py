@@ -41,9 +41,9 @@ class Checkpoints:
             declares or its name says, see `metrics.is_lower_better`. If neither does, `fit` raises an error.
         background: True to write in a thread, so that a step waits only for a copy of the state. If two checkpoints
             are still to be written, a new one replaces the second.
-        extra: What the data or the methods remember outside the state, such as an environment or a replay buffer: an
-            object with `state_dict` and `load_state_dict`, or a dict of such objects. Each checkpoint includes what
-            `state_dict` returns, of tensors, arrays, plain values and containers, and `fit(resume=...)` loads it.
+        extra: What the data or the methods remember outside the state, such as a replay buffer: an object with
+            `state_dict` and `load_state_dict`, or a dict of such objects. Each checkpoint includes what `state_dict`
+            returns, of tensors, arrays, plain values and containers, and `fit(resume=...)` loads it.
 
     Raises:
         TypeError, ValueError: An argument has the wrong kind.

@@ -75,11 +75,10 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
     """Return the state with the network's `state_dict()` from a safetensors file.
 
     Everything else (optimizer, slots, time) is kept, and so are tensors of the network that are not in its
-    `state_dict()`: buffers that are not persistent, and plain attributes. Of a tied tensor one name is enough. A file
-    from `save_weights` describes the network of the weights. With other modules, the same weights define another
-    function even if names and shapes agree: standardized convolutions have the weights of plain ones. Files from other
-    programs have no such description, so only names, shapes and dtypes are compared. Of dtypes, those are accepted
-    whose values the network's have: bfloat16 in the file of a float32 network, not the reverse.
+    `state_dict()`. Of a tied tensor one name is enough. A file from `save_weights` describes the modules of the
+    network, which are compared: standardized convolutions have weights of the shapes of plain ones. Of files from other
+    programs only names, shapes and dtypes are compared. Of dtypes, those are accepted whose values the network's have:
+    bfloat16 in the file of a float32 network, not the reverse.
 
     Args:
         path: The file, from `save_weights` or another program.
