@@ -61,9 +61,8 @@ def bisect(run: RecordedRun, predicate: Callable[[State], Any], *, stays: bool) 
         run: The run.
         predicate: Function of a state between steps, such as `predicates.loss_above(5.0)`.
         stays: True if the predicate, once true, remains true until the end of the run, as for NaNs in the weights. The
-            checkpoints are then searched by halving: of c checkpoints at most ceil(log2(c)) + 1 are read, the last one
-            among them, and the run is replayed from one of them up to the next. False to replay the run from its first
-            checkpoint until the predicate is true.
+            checkpoints are then searched by halving: of c checkpoints at most ceil(log2(c)) + 1 are read, and the run
+            is replayed from one of them up to the next. False to replay the run from its first checkpoint on.
 
     Returns:
         The batch, and the state before it.

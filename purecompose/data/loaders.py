@@ -56,9 +56,9 @@ def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0, position: 
     """Return the batches of an epoch from `start` on.
 
     If the data have a method `epoch(key, epoch, start)`, it is used. Otherwise, a `set_epoch` of the data, or of a
-    loader's data set and samplers, is called with the epoch's number first. Lists, tuples and most `DataLoader`s of
-    map-style data sets begin at `start`, and data with `state_dict` and `load_state_dict` at a `position`; all others
-    are read from their start, and the first batches are dropped.
+    loader's data set and samplers, is called first. Lists, tuples and most `DataLoader`s of map-style data sets begin
+    at `start`, and data with `state_dict` and `load_state_dict` at a `position`; of others the first batches are read
+    and dropped.
 
     Args:
         data: Any data that `fit` accepts.
@@ -312,9 +312,9 @@ class StateStream:
 def stream(fn: Callable[[Any], Any]) -> StateStream:
     """Return data for `fit` that are made from the state as the run proceeds, one batch before each step.
 
-    Batches are not prefetched, so `fn` sees the weights that the batch will train. It draws from `state.rng(name)`, a
-    different draw in each step. Data that it keeps between calls, such as an environment or a buffer, belong in
-    `Checkpoints(extra=...)`; a resumed run then makes the same batches.
+    Batches are not prefetched, so `fn` sees the weights that the batch will train. It draws from `state.rng(name)`.
+    Data that it keeps between calls, such as an environment or a buffer, belong in `Checkpoints(extra=...)`; a resumed
+    run then makes the same batches.
 
     A stream has no epochs: give the run's length in batches, samples, tokens or seconds, or
     `State.create(batches_per_epoch=...)`.

@@ -233,9 +233,8 @@ def _form(rows: Any) -> str:
 def prefetch(data: Iterable[Any], device: torch.device | str, size: int = 2) -> Iterator[Any]:
     """Return the batches on a device, in their order; for CUDA copied ahead.
 
-    An exception while reading ahead is raised in its turn, after the earlier batches. Closing the iterator
-    (or dropping it) discards the batches that were read ahead: a source that cannot be iterated again has then lost up
-    to `size` batches.
+    An exception while reading ahead is raised in its turn, after the earlier batches. Closing the iterator discards the
+    batches that were read ahead: a source that cannot be iterated again loses up to `size` of them.
 
     Args:
         data: Batches of any form, see `purecompose.batch`; iterated once.

@@ -62,8 +62,7 @@ class CrossEntropy:
 
     Raises:
         TypeError, ValueError: As for `has_index_targets`; weights that are negative, not finite, or not C in number;
-            dense targets of fewer than 2 classes, where the loss would always be 0. An index of C or more raises
-            torch's own error.
+            dense targets of fewer than 2 classes.
 
     Example:
         >>> outputs, targets = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([0, -100])
@@ -176,8 +175,8 @@ class BinaryCrossEntropy:
     (N, C, ...), C > 1, and are converted to one-hot. A negative index marks an example of no class, which still counts.
 
     Args:
-        mean_over: "elements", or "examples" for sums over all outputs of an example. With reduction "none" the losses
-            have the outputs' shape for "elements" and shape (N,) for "examples".
+        mean_over: "elements", or "examples" for sums over all outputs of an example; with reduction "none" these have
+            shape (N,).
         pos_weight: The weight of -t log sigmoid(x): a number, or one for each class, C numbers for classes in dim 1. As
             in torch, the mean still divides by the number of elements.
 

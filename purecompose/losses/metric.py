@@ -158,10 +158,10 @@ def init_mean(device: Device = None) -> Mean:
 def top_k(k: int, *, ignore_index: int | None = None) -> Metric:
     """Return a metric for the share of positions whose class is among the k with the highest outputs.
 
-    Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
-    the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
-    row of zeros do not count. The order of equal outputs is torch's. Several labels at a position, dense rows that add
-    up to more than 1, are an error, for which compiled steps and populations do not look; others wait for the device.
+    Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, of which the class with the
+    largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense row of zeros do not
+    count. The order of equal outputs is torch's. Several labels at a position, dense rows that add up to more than 1,
+    are an error, for which compiled steps and populations do not look.
 
     Args:
         k: Number of guesses allowed, at least 1.

@@ -115,8 +115,8 @@ class Distillation:
     gradient flows to the teacher.
 
     Outputs are a pair (student, teacher) of logits (N, C, ...), from a network with a frozen teacher, and targets are
-    labels, which may be mixed; or outputs are those of the student, and targets a pair (labels, teacher), of members of
-    the batch: `State.create(target_field=["label", "teacher"])`.
+    labels, which may be mixed; or outputs are those of the student, and targets (labels, teacher), of members of the
+    batch: `State.create(target_field=["label", "teacher"])`.
 
     Args:
         temperature: T, above 0; also a schedule or an hparam.

@@ -23,9 +23,9 @@ class Records(Recorder):
 
     See `Recorder` for the records and the times of writing. Numbers that are not finite are "nan", "inf" and "-inf".
 
-    A run that **continues** from batch b keeps the records up to b, and removes the records of later batches, which
-    will be written again, and a half-written last line. A run that starts from the beginning renames an old file:
-    `run.jsonl` becomes `run.1.jsonl`, or the next free number.
+    A run that **continues** from batch b removes the records of later batches, which will be written again, and a
+    half-written last line. A run that starts from the beginning renames an old file: `run.jsonl` becomes `run.1.jsonl`,
+    or the next free number.
 
     **Samples** (see `image_samples` and `text_samples`) are separate files: `run.samples/ba00000100/NAME.png`, and
     `.txt`. They are renamed with the records; samples of later batches are replaced when they are written again.

@@ -59,8 +59,8 @@ def write_report(
 ) -> Path:
     """Write a page about one run or several: results, curves, settings, plan, times, checkpoints and versions.
 
-    The page is a single file without external resources. The curves of several runs share their axes. Of a line with
-    more than 1,000 points, it shows the means of consecutive points, in a band of their range.
+    The page is a single file without external resources. Of a line with more than 1,000 points, it shows the means of
+    consecutive points, in a band of their range.
 
     Args:
         runs: One or several runs: their folders, or results of `read_run`. A run may be unfinished.

@@ -228,9 +228,9 @@ def evaluate(
             outputs' `logits` and the batch's labels; a function receives the outputs and the target, or the whole batch
             if it has no target at the state's `target_field`.
         step: The training step, if its algorithms should act at evaluation's events (averaged weights do). For
-            stacked states, their `population`, whose metrics may not read values in Python. If it is that of several
-            processes, all must call, with the same batches, and each computes a part of each batch, if the metrics are
-            sums over examples (`Metric.is_sum`).
+            stacked states, their `population`, whose metrics may not read values in Python. Of several processes all
+            must call, with the same batches; each computes a part, if the metrics are sums over examples
+            (`Metric.is_sum`).
         num_batches: Maximal number of batches; by default all. Endless data need it; see `Evaluator`.
 
     Returns:

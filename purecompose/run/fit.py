@@ -114,11 +114,10 @@ def fit(step: Step, state: State, data: Any = None, **settings: Any) -> State:
         state: The state to start from; it is not changed.
         data: Batches, iterated again for every epoch; or an object with `epoch(key, epoch, start)`, which returns an
             epoch's batches in an order that depends only on the run's key, as `data.arrays` and `data.loader` do. A
-            `DataLoader` over a map-style data set without a generator also follows the run's key, and can start in the
-            middle of an epoch. Data with `state_dict` and `load_state_dict` continue at the position that is in the
-            checkpoint. Other data are read from the epoch's start, with a `SkippingWarning`. Endless data need
-            a duration in batches, samples, tokens or seconds, or `batches_per_epoch`. `data.stream` makes each batch
-            from the current state.
+            `DataLoader` over a map-style data set without a generator also follows the run's key. Data with
+            `state_dict` and `load_state_dict` continue at the position that is in the checkpoint; other data are read
+            from the epoch's start, with a `SkippingWarning`. Endless data need a duration in batches, samples, tokens
+            or seconds, or `batches_per_epoch`. `data.stream` makes each batch from the current state.
         duration: Length of the whole run, instead of the state's own duration. In seconds it is a budget of
             wall-clock time for this call, in addition to the state's own duration if it has one.
         evaluate: One or several `Evaluator`s, with their intervals. Each needs a different label.
@@ -133,11 +132,10 @@ def fit(step: Step, state: State, data: Any = None, **settings: Any) -> State:
             defines the structure and the run's length, and `checkpoints.extra` is restored in its place. BEFORE_LOAD
             fires on `state` if there is a checkpoint, and AFTER_LOAD on the loaded state.
         microbatches: `"auto"` to double the number of slices whenever memory does not suffice, from that batch on.
-        result: `"last"` for the state at the end, or `"best"` for that of the best evaluation: the whole state, as its
-            checkpoint has it. The metric is that of `Checkpoints(best=...)`, or else of `EarlyStopping`, or else the
-            only one that the evaluators report; of equal values the first one is the best. The state is kept in memory,
-            in addition to the current one; with `checkpoints`, the best one is also kept there, and a resumed run
-            returns what the uninterrupted one would have returned.
+        result: `"last"` for the state at the end, or `"best"` for that of the best evaluation, which is kept in memory.
+            The metric is that of `Checkpoints(best=...)`, or else of `EarlyStopping`, or else the only one that the
+            evaluators report; of equal values the first one is the best. With `checkpoints`, the best state is also
+            kept there, for a resumed run.
 
     Returns:
         The state at the end, or the best one. Calling `fit` again with a longer duration continues from there.
@@ -146,8 +144,8 @@ def fit(step: Step, state: State, data: Any = None, **settings: Any) -> State:
         TypeError: An argument is not a step, state or evaluator.
         ValueError: No duration is given, or its counter does not move with the batches; the step has no `advance`;
             nothing is left to train; the data has no batch, or fewer than the state's `batches_per_epoch`; an evaluator
-            reads the same stream; with `result="best"`, no metric or more than one could decide; in a step of several
-            processes, a duration in seconds or `microbatches="auto"`.
+            reads the same stream; with `result="best"`, not one metric decides; in a step of several processes, a
+            duration in seconds or `microbatches="auto"`.
         FileExistsError: `resume` is not given, but `checkpoints` contains checkpoints of a run that has come further.
         MismatchError, DamagedError: The checkpoint does not fit, or is incomplete; see `load`.
 

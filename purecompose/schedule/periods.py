@@ -294,9 +294,8 @@ def _checked_parts(schedules: Iterable[Scalar]) -> tuple[Scalar, ...]:
 def from_torch(make: Callable[..., Any], *, every: TimeLike = "1ep", **settings: Any) -> Schedule:
     """Return the multiplier that a scheduler of torch sets on an optimizer whose learning rate is 1.
 
-    The scheduler is run ahead, on a separate optimizer, and its values are stored, so runs resume exactly. Settings
-    that torch takes as learning rates (`eta_min`, `max_lr`, `base_lr`) are multipliers here. A scheduler's changes of
-    momentum are ignored.
+    The scheduler is run ahead, on a separate optimizer, so runs resume exactly. Settings that torch takes as learning
+    rates (`eta_min`, `max_lr`, `base_lr`) are multipliers here. A scheduler's changes of momentum are ignored.
 
     Args:
         make: A class of `torch.optim.lr_scheduler`, or a function `(optimizer, **settings) -> scheduler`.

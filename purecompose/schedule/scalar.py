@@ -62,7 +62,7 @@ class Schedule(_Factor):
     """A multiplier that changes with time: `schedule(timestamp) -> float`.
 
     Created by `cosine` and similar functions, or from a plain function by `scheduled`. Schedules with equal settings
-    are equal; those around a plain function are equal if the function is the same object.
+    are equal, and those around the same plain function.
 
     Args:
         fn: The function of the timestamp.

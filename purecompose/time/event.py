@@ -197,8 +197,8 @@ class Time:
     """A span of training: a value and a unit, as in `Time(5, "ep")` or `Time.parse("5ep")`.
 
     The value is an int, or a float for `dur`. Times of one unit are ordered; a bare number gets the unit of the time
-    that it is compared with, and a string is parsed. `time * number` is rounded toward zero if it must be whole. Times
-    of different units, strings and numbers are unequal. A time of value 0 is false.
+    that it is compared with, and a string is parsed. `time * number` is rounded toward zero if it must be whole. A time
+    of value 0 is false.
 
     Args:
         value: An int, or a float for `dur`.

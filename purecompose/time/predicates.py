@@ -461,8 +461,8 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
             batches selects the batches in which a multiple of it is passed.
         in_epoch: True to count from the start of each epoch instead of the start of the run.
         since: A point of the run, as for `after`, from which to count. The first turn is the first batch that reaches
-            it or, if the interval is in epochs, the first end of an epoch from there on. If the run cannot
-            express that point in batches, it is the start of the run.
+            it or, if the interval is in epochs, the first end of an epoch from there on. A point that the run cannot
+            express in batches is its start.
 
     Raises:
         ValueError: The interval is not positive, or in a unit that cannot be counted in batches, or `since` is given

@@ -201,8 +201,8 @@ def load(
         path: The folder; or its URL, such as `s3://bucket/run/checkpoints/ep0003-ba00000120`, see `mirror`.
         like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
             `step.init(state)`. It defines the structure and the device; its values are not read, except for frozen
-            parameters that the checkpoint leaves out, and for settings: buffers of the network that are not in its
-            `state_dict()`, and those of the loss. Of these only what training has written is loaded.
+            parameters that the checkpoint leaves out, and for buffers that are not in the network's `state_dict()` and
+            those of the loss, of which only what training has written is loaded.
         step: The step that will continue with the state, to compare settings. Its algorithms act at BEFORE_LOAD, on
             the template `like`, and at AFTER_LOAD, on the loaded state.
         strict: True to raise if something does not fit. Otherwise everything that fits is loaded, the rest keeps its
@@ -218,8 +218,8 @@ def load(
         FileNotFoundError: There is no such folder.
         DamagedError: The checkpoint is incomplete, or not a checkpoint.
         MismatchError: The model has modules of other types, the optimizer or algorithms have other memory, or frozen
-            parameters that the checkpoint leaves out are other ones here; the message lists the differences. With or
-            without `strict`: an algorithm that changed the model is missing.
+            parameters that the checkpoint leaves out are other ones here; also without `strict`: an algorithm that
+            changed the model is missing.
         CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
         ValueError: A pattern of `ignore` matches nothing.
 
