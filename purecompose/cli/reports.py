@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from purecompose._support import specs
 from purecompose._support.files import to_json
-from purecompose._support.messages import required, say, table
+from purecompose._support.messages import required, say, table, warn
 from purecompose.algorithms import BY_NAME, COMBINED, FACTORIES, GROUPS
 from purecompose.cli.options import (
     File,
@@ -245,7 +245,7 @@ def _predictions(run: str, checkpoint: str, allow_imports: bool) -> Predictions 
             setup, state, _ = at_checkpoint(run, checkpoint, settings, data)
             return predictions_of(setup, state)
     except (UsageError, CheckpointError, ImportError, OSError, TypeError) as error:
-        warnings.warn(f"{run}: without confusion matrix and worst examples: {one_line(error)}", stacklevel=2)
+        warn(f"{run}: without confusion matrix and worst examples: {one_line(error)}")
         return None
 
 

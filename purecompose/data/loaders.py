@@ -28,6 +28,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from purecompose._support.messages import warn
 from purecompose._support.objects import fingerprint
 from purecompose._support.specs import is_callable_with, shown
 from purecompose.batch import tensors
@@ -262,12 +263,11 @@ def _warn_of_reading(start: int, data: Any, epoch: int, reason: str) -> None:
     if isinstance(data, DataLoader):
         named += f" over {type(data.dataset).__name__}"
     used = "; an iterator that has already been read from loses its next items" if isinstance(data, Iterator) else ""
-    warnings.warn(
+    warn(
         f"continuing at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped, "
         f"since {reason}. This is exact if it gives the same batches in the same order each time{used}. data.loader "
         "starts at any batch",
         SkippingWarning,
-        stacklevel=4,
     )
 
 

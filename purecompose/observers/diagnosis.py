@@ -4,12 +4,12 @@ torch's profiler.
 
 import math
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch.profiler
 
+from purecompose._support.messages import warn
 from purecompose._support.specs import check_whole, shown
 from purecompose.core.context import listed
 from purecompose.core.state import State
@@ -83,7 +83,7 @@ class NaNs:
             raise FloatingPointError(message)
         if message is not None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{message}. This warning is shown once per run", RuntimeWarning, stacklevel=2)
+            warn(f"{message}. This warning is shown once per run", RuntimeWarning)
 
 
 def _bad(losses: Any) -> str:
@@ -181,4 +181,4 @@ class Profile:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except OSError as error:
-            warnings.warn(f"Profile: {path} cannot be written: {error}", RuntimeWarning, stacklevel=2)
+            warn(f"Profile: {path} cannot be written: {error}", RuntimeWarning)

@@ -6,7 +6,6 @@ They stay on the device until they are read in groups, so that no batch waits fo
 import contextlib
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -344,11 +343,10 @@ class _Outbox:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
+                warn(
                     f"{self._owner}: records cannot be written: {error}. Training continues, and they are written with "
                     "the next group. This warning is shown once",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
             return False
         return True

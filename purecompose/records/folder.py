@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -18,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from purecompose._support.device import processor
-from purecompose._support.messages import escaped, is_remote, warn, with_urls
+from purecompose._support.messages import escaped, is_remote, warn
 from purecompose._support.specs import check_flag, shown
 from purecompose.core.compose import Step
 from purecompose.core.state import State
@@ -310,8 +309,7 @@ class RunFolder:
                 write_report(self.path, self.path / REPORT, predictions=[self._predictions])
         if problems:
             reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
-            text = with_urls(f"{self.path}: {'; '.join(reported)}")
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warn(f"{self.path}: {'; '.join(reported)}", RuntimeWarning)
         self.unwritten = tuple(dict.fromkeys([*([] if self._is_noted else [HISTORY]), *problems]))
 
     def _write_result(self, given: Mapping[str, Any]) -> None:
@@ -390,7 +388,7 @@ class RunFolder:
             if not self._has_warned:
                 self._has_warned = True
                 text = f"{self.path / HISTORY} cannot be written: {error}. Training continues"
-                warnings.warn(f"{text}; this warning is shown once", RuntimeWarning, stacklevel=2)
+                warn(f"{text}; this warning is shown once", RuntimeWarning)
 
     def _times(self) -> list[tuple[int, float]]:
         """Return the batches in the records, with the wall-clock time of each."""
