@@ -69,7 +69,7 @@ def test_all_processes_stop_if_one_cannot_read(ranks):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("lengths", "pad them to one length"),
+        ("lengths", "pad samples to one length"),
         ("texts", "samples of numbers and tensors"),
         ("collate", "a function collate"),
         ("longest", "a function collate"),
