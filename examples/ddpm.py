@@ -74,4 +74,4 @@ def main(duration: str) -> None:
 
 
 if __name__ == "__main__":
-    main("600ba" if "--short" in sys.argv else "6000ba")
+    main("600ba" if "--short" in sys.argv else "18000ba")
