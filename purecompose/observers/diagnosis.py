@@ -100,8 +100,8 @@ _CHECKS = frozenset({Event.EVAL_BEFORE_ALL, Event.EPOCH_CHECKPOINT, Event.FIT_EN
 class Profile:
     """An observer that profiles some batches and writes a Chrome trace, for chrome://tracing or ui.perfetto.dev.
 
-    From the start of `fit` it skips `wait` batches, runs the profiler for `warmup` batches whose findings are dropped,
-    and writes the `active` batches that follow to a file `batches_<first>_to_<last>.json`. The profiler is off before
+    From the start of `fit` it skips `wait` batches, warms up for `warmup` batches, and writes the `active` ones
+    that follow to a file `batches_<first>_to_<last>.json`. The profiler is off before
     and afterwards. A run that ends in the active window writes the batches so far.
 
     Work between two batches belongs to the later one. A full disk causes a warning. As a context manager it stops the
@@ -110,7 +110,7 @@ class Profile:
     Args:
         folder: Folder of the trace; it is created if necessary.
         wait: Number of batches to skip, such as those that compile.
-        warmup: Number of batches of warm-up, at least 1, since the start of the profiler distorts the first ones.
+        warmup: Number of batches whose findings are dropped, at least 1: the profiler's start distorts them.
         active: Number of batches in the trace, at least 1.
         **options: Further options of `torch.profiler.profile`, such as `record_shapes=True`, `with_stack=True`.
 

@@ -34,9 +34,7 @@ class Records(Recorder):
         path: The file, `*.jsonl`; its folder is created if necessary. A relative path is resolved against the current
             working directory immediately.
         every: Interval between the batches with a record: "10ba", "1ep", "4096sp", ...
-        monitors: One or several functions `(state) -> dict`; see `learning_rate`, `memory` and `speed`.
-        group: Number of waiting records at which they are written.
-        seconds: Seconds after which a waiting record is written, together with the next one.
+        monitors, group, seconds: As for `Recorder`; monitors are `learning_rate`, `memory`, `speed`, ...
 
     Raises:
         ValueError: The suffix is another; or, when a run continues, the file does not contain records.

@@ -149,8 +149,7 @@ class Evaluator:
         every: Interval between evaluations: a number of epochs, batches, samples or tokens, or a fraction of the run.
             The evaluation also runs once at the end.
             Or a function `Timestamp -> bool`, called after every batch and epoch, which returns whether an evaluation
-            is due, such as `lambda now: now.batch in (10, 100, 1000)` or
-            `lambda now: now.batch_in_epoch == 0 and now.epoch in (1, 4)`.
+            is due, such as `lambda now: now.batch in (10, 100, 1000)`.
         label: Name of the evaluator in records: a metric appears as "label/name".
         num_batches: Maximal number of batches per evaluation; by default all.
 
@@ -221,9 +220,7 @@ def evaluate(
     Args:
         state: The state, from which evaluation makes a temporary one.
         data: Batches of the form that training uses.
-        metrics: Metrics, or functions `(outputs, targets)` of one value for each example: a mapping from names, a list
-            (`["accuracy", f1]`), or a single one, each also by name; see `metrics.as_metrics`. By default the mean
-            loss, as `"loss"`. Values with further dimensions, (N, ...), are averaged over them.
+        metrics: The metrics, as for `Evaluator`; by default the mean loss, as `"loss"`.
             With `losses.model_loss`, the library's metrics that take logits (accuracy, perplexity, ...) receive the
             outputs' `logits` and the batch's labels; a function receives the outputs and the target, or the whole batch
             if it has no target at the state's `target_field`.

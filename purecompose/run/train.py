@@ -69,8 +69,7 @@ def train(
         data: Batches for training; see `fit`.
         test: Batches for evaluation after each epoch; by default nothing is evaluated. For more, give `evaluate=`
             instead.
-        loss: See `State.create`.
-        optimizer: See `State.create`.
+        loss, optimizer: See `State.create`.
         duration: Length of the run, such as `"20ep"`.
         methods: The algorithms, as for `compose`.
         metrics: The metrics of `test`, as for `Evaluator`; by default the mean loss.
