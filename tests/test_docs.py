@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import os
 import pathlib
 import re
 import runpy
@@ -155,6 +156,29 @@ def test_the_page_on_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(names["losses"]) == 18 and names["outputs"].shape == (48, 2)
     assert isinstance(names["net"], torch.nn.Sequential)
     assert names["slower"].hparams["lr"].item() == pytest.approx(0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")  # the line of the forward pass
+def test_the_page_on_analysis(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("analysis.md")
+    printed = capsys.readouterr().out
+    page = (ROOT / "docs" / "analysis.md").read_text()
+    shown = [text for text in re.findall(r"print\(.*\) +# (.*)$", page, re.M) if not text.startswith("None")]
+    assert len(shown) == 4 and [text for text in shown if text not in printed] == []
+    assert printed.endswith("None\n")
+
+
+@pytest.mark.slow
+def test_the_program_for_two_processes(tmp_path: pathlib.Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "processes.md").read_text(), re.S)
+    (tmp_path / "two.py").write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "two.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(torchrun, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("2 processes: {'accuracy': 0.9") and done.stdout.endswith("agrees with one process\n")
 
 
 @pytest.mark.slow

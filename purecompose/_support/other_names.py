@@ -198,7 +198,7 @@ Trainer(enable_checkpointing=, default_root_dir=) | RUN | pc.Checkpoints("run")
 Trainer(accelerator=) | RUN | pc.State.create(device="cuda")
 Trainer(strategy=, devices=) | RUN | pc.data_parallel(step); started by torchrun
 Trainer(deterministic=) | RUN | torch.use_deterministic_algorithms(True)
-Trainer(detect_anomaly=) | RUN | pc.fit(observers=[pc.observers.NaNs()])
+Trainer(detect_anomaly=) | RUN | pc.fit(observers=[pc.observers.NaNs()]); torch.autograd.set_detect_anomaly
 Trainer(num_sanity_val_steps=) | RUN | none: call pc.evaluate before training
 seed_everything | pc.State.create(key=0)
 save_checkpoint | pc.save(state, path)
