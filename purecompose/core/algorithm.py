@@ -81,7 +81,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A training method as data.
+    """A training method as data; the documentation calls its objects methods.
 
     Args:
         name: Name of its slot in the state, its draws and its rows in plans and traces; unique in a step.
