@@ -15,6 +15,7 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.application import applied
 from purecompose.core.loop import loop_events
 from purecompose.core.operation import walk
+from purecompose.core.passes import DEFAULT_PASSES, compose_passes
 from purecompose.core.state import State
 from purecompose.schedule import Scalar
 from purecompose.schedule.declared import Within
@@ -147,8 +148,9 @@ def one_of(
 def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
     """Join methods to one that applies them in their order.
 
-    At AFTER events the order is the opposite one. It is meant as a part of `sometimes` and `one_of`; in a step, a list
-    of methods does the same, and passes order it.
+    The order is that of a step with the list of these methods: at AFTER events it is the opposite one, and constraints
+    of the methods, such as clipping gradients after they are accumulated, come first. A chain is meant as a part of
+    `sometimes` and `one_of`.
 
     Args:
         *methods: At least two methods with different names.
@@ -160,11 +162,11 @@ def chain(*methods: Algorithm, name: str | None = None) -> Algorithm:
         'cutout_then_mixup_or_cutmix'
     """
     parts = _several(methods, "chain")
+    acting = {event: _acting(parts, event) for event in Event}
 
     def apply(event: Event, state: State) -> State:
-        for part in reversed(parts) if event.is_reversed else parts:
-            if _acts_at(part, event):
-                state, _ = applied(part, event, state)
+        for part in acting[event]:
+            state, _ = applied(part, event, state)
         return state
 
     name = "_then_".join(part.name for part in parts) if name is None else name
@@ -291,6 +293,14 @@ def _acts_at(method: Algorithm, event: Event) -> bool:
     return method.predicate.at(event) != NEVER
 
 
+_ORDER = compose_passes(*DEFAULT_PASSES)
+
+
+def _acting(parts: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Return the methods that act at an event, in the order of a step."""
+    return _ORDER([part for part in parts if _acts_at(part, event)], event)
+
+
 def _acts(method: Algorithm) -> bool:
     return any(_acts_at(method, event) for event in STEP_EVENTS)
 
@@ -391,12 +401,14 @@ def _choice(
 ) -> Algorithm:
     """Return an algorithm that applies the part for which `choose`, a bool for each, 0-d or (N,), is true."""
 
+    outside = {event: _acting(parts, event) for event in Event if event not in STEP_EVENTS}
+
     def apply(event: Event, state: State) -> State:
-        acting = [part for part in parts if _acts_at(part, event)]
-        if event not in STEP_EVENTS:
-            for part in acting:
+        if event in outside:
+            for part in outside[event]:
                 state, _ = applied(part, event, state)
             return state
+        acting = [part for part in parts if _acts_at(part, event)]
         masks = choose(state)
         if is_host:
             chosen = next((part for part, mask in zip(parts, masks, strict=True) if bool(mask)), None)

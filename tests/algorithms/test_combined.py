@@ -231,9 +231,35 @@ def test_constraints_and_traits_of_the_parts_hold():
 
 def test_a_plan_says_what_a_method_is_made_of():
     step, state = begin(alg.sometimes(alg.one_of(alg.mixup(), alg.cutmix(), weights=(1, 3)), p=0.8))
-    assert "alone; sometimes(one_of(mixup, cutmix, weights=(1, 3)), p=0.8)" in {
+    assert "no other acts there; sometimes(one_of(mixup, cutmix, weights=(1, 3)), p=0.8)" in {
         row.reason for row in step.plan(state).rows
     }
+
+
+CHAINS = [
+    lambda: (alg.gradient_accumulation(2), alg.gradient_clipping("norm", 0.01)),
+    lambda: (alg.gradient_clipping("norm", 0.01), alg.gradient_accumulation(2)),
+    lambda: (alg.mixup(0.4), alg.cutout()),
+    lambda: (alg.ema("2ba"), alg.squeeze_excite(0.5, 1)),
+]
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_a_chain_has_the_order_of_a_step(make):
+    ends = []
+    for methods in (make(), (alg.chain(*make()),)):
+        step, state = begin(*methods)
+        for seed in range(4):
+            state = step(state, batch(seed))
+        ends.append(state)
+    assert_same(ends[1].params, ends[0].params)
+    assert_same(ends[1].slots, ends[0].slots)
+
+
+def test_a_chain_whose_methods_have_no_order_is_refused():
+    first, second = (dataclasses.replace(marker(a), runs_before=(b,)) for a, b in (("a", "b"), ("b", "a")))
+    with pytest.raises(ValueError, match="no order at .* satisfies all constraints"):
+        alg.chain(first, second)
 
 
 SOURCE = "sometimes(one_of(mixup(0.4), chain(cutout(), cutmix(1.0)), weights=(1, 3)), 0.5)"
