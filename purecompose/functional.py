@@ -1,18 +1,13 @@
 """The methods' cores as plain functions, for use in any training loop.
 
-They take tensors and settings and return new tensors, or a number. Arguments are never modified. Functions that draw
-random numbers take the key first, and the same key gives the same result: use a new key for every batch,
-`random.fold_in(key, step)`. Cores do not switch themselves off. `severity=0` or `num_holes=0` leave images unchanged,
-but `mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense targets, and
-`choose_by_loss(keep=1)` a random order of the whole batch; leave the call out instead.
+They return new tensors, or a number; arguments are never modified. Functions that draw random numbers take the key
+first: use a new one for every batch, `random.fold_in(key, step)`. Neutral settings do not switch a core off: with
+`alpha=0` `mixup_batch` returns a `Mixture` of two terms, with `keep=1` `choose_by_loss` a random order.
 
 `sample_transform` makes a core for images a transform of single samples of a data set. `apply_surgery` does what
 methods on the model do at INIT, for a plain `nn.Module`: it returns a changed copy with separate weights, in the same
 mode (train or eval); create the optimizer from the copy. Several gradients or weights are given as a mapping from
-parameter names.
-
-The algorithms call these functions, with the key `state.rng(name)` where they draw; `select_using_loss` does what
-selective backprop does in a step.
+parameter names. `select_using_loss` does what selective backprop does in a step.
 """
 
 from purecompose._support import publish

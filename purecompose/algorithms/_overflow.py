@@ -50,10 +50,6 @@ def next_scale(
 ) -> tuple[Tensor, Tensor]:
     """Return the scale for the next step, which stays finite, and the new count of consecutive good steps; both are
     0-d.
-
-    Example:
-        >>> next_scale(torch.tensor(8.0), torch.tensor(5), torch.tensor(False))
-        (tensor(4.), tensor(0))
     """
     counted = good_steps + 1
     is_due = counted >= growth_interval

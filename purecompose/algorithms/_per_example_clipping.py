@@ -213,10 +213,7 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
 
     Parameters that have a gradient for the batch but not for these examples get zeros. The loss is that of the step,
     including algorithms that act before it. If several processes share the batch, each computes its own part.
-
-    Args:
-        part: Consecutive examples, in the form of the batch.
-        first_example: The index in the batch of the first example; an int, or a 0-d int64 tensor.
+    `part` has consecutive examples, from the index `first_example` on, an int or a 0-d int64 tensor.
     """
     # `regrad` is a tree node whose only child is the state from which the gradient is computed again.
     again = tree.map(

@@ -6,13 +6,9 @@ Three recipes were tuned as a whole to reach a quality soon, each on one network
     cifar10-fast  for small images of three channels and the network airbench
     text-fast     for a GPT of at least four blocks on characters
 
-Three are the published ones for image classification with ResNets:
-
-    mild, medium, hot  for short, medium and long runs on images of about 224 pixels a side: each costs more per step
-                       than the one before, and gains more over many steps
-
-Their settings were found with binary cross entropy summed over classes; optimizer, schedule and the length of the run
-are for you to choose. The published hot recipe also has BlurPool, channels last and EMA:
+Three are the published ones for ResNets on images of about 224 pixels a side, `mild`, `medium` and `hot`, for short,
+medium and long runs. Their settings were found with binary cross entropy summed over classes; optimizer, schedule and
+the length of the run are for you to choose. The published hot recipe also has BlurPool, channels last and EMA:
 
     [*recipe("mild").methods[:3], *recipe("hot").methods]
 

@@ -3,11 +3,11 @@
 A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested to any depth. A
 *field* identifies one member: an index, a key of a mapping, an attribute, a list of these (several members), a
 getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A single tensor has one member,
-itself, with the field 0: its rows are examples. Two fields stand for the whole batch: `WHOLE` passes a mapping to the
-model as keyword arguments, anything else unchanged; `AS_ARGUMENT` passes the batch as the only argument. `None` is the
-field of a member that batches do not have. No function here edits a batch in place.
+itself, with the field 0. Two fields stand for the whole batch: `WHOLE` passes a mapping to the model as keyword
+arguments, anything else unchanged; `AS_ARGUMENT` passes the batch as the only argument. `None` is the field of a member
+that batches do not have. No function here edits a batch in place.
 
-Examples are rows: they are indexed by the first dimension. If `dim` is not 0, as for sequences (T, N, ...), they are
+Examples are rows, indexed by the first dimension. If `dim` is not 0, as for sequences (T, N, ...), they are
 indexed by that dimension in every tensor that has it, and by the first dimension in the others. `num_examples` states
 the rule for batches that also contain what all examples share.
 

@@ -4,8 +4,8 @@
 requires an outer gradient. Under a transform of `torch.func` it runs within `torch.func.vjp`, without which gradients
 of gradients would be wrong.
 
-A parameter that the loss does not reach has no gradient: it is absent from `state.grads`, and the update leaves it as
-it is. With a gradient of zeros, weight decay, momentum and Adam would move it.
+A parameter that the loss does not reach is absent from `state.grads`, and the update leaves it as it is: with a
+gradient of zeros, weight decay, momentum and Adam would move it.
 """
 
 import functools

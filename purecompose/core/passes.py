@@ -1,9 +1,4 @@
-"""Passes: pure functions `(algorithms, event) -> algorithms` that order the algorithms at an event.
-
-A pass receives the algorithms that matched at one event, in the order they were listed, and may reorder, drop or
-add algorithms. Passes know algorithms by traits and names, never by import. The default passes first reverse the
-order at AFTER events and then apply pins and constraints, which therefore are always satisfied.
-"""
+"""Passes, which order the algorithms at an event; what one is, is said in `purecompose.passes`."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence

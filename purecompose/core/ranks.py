@@ -169,11 +169,10 @@ class SharedPart:
     what its own loss makes of them, 0 or NaN, does not.
 
     Attributes:
-        start: Index of the first example in the batch of all ranks.
+        start: Index of the first example in the batch of all ranks, of `total` examples.
         size: Number of examples; 0 for a rank without a part.
-        total: Number of examples in the batch of all ranks.
-        is_cut_alike: True if all ranks cut their parts into equally many slices, because each slice sends messages.
-        weight: The weight of this rank's loss; known after the loss.
+        is_cut_alike: True if all ranks cut their parts into equally many slices, since each sends messages.
+        weight: That of this rank's loss; known after the loss.
     """
 
     def __init__(

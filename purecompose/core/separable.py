@@ -105,10 +105,10 @@ def check_scope(
     It warns if the network's outputs for an example depend on other examples.
 
     Args:
-        until_loss: The part of it before the stage that evaluates the state's loss; `None` if there is none.
-        stage: The name of the stage of your own that computes the loss; empty if that is the state's loss.
-        count: Function that returns the denominators of a stage in it.
-        cut: The number or size of slices: the check takes the memory of about one.
+        until_loss: What of it comes before the stage that evaluates the state's loss; `None` without one.
+        stage: The stage of your own that computes the loss, or "".
+        count: Returns the denominators of a stage in it.
+        cut: The check takes the memory of about one slice.
     """
     state = carry.state
     layout, num = state.context.layout, state.num_examples

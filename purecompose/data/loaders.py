@@ -1,9 +1,8 @@
 """The batches of any kind of data: those of an epoch, from a given batch on, and those made from the state of a run.
 
-A `DataLoader` without its own generator draws by the run's key. Over a map-style data set its samplers draw from a
-stream determined by (key, epoch), and each batch is read with the global generators seeded from (key, epoch, number
-of the batch), so that a run can resume within an epoch. Over a stream, an epoch begins with new workers, since its
-batches must not depend on earlier epochs.
+A `DataLoader` without its own generator draws by the run's key: over a map-style data set its samplers by (key,
+epoch), and the reading of a batch by (key, epoch, its number), so that a run can resume within an epoch. Over a stream,
+an epoch begins with new workers, since its batches must not depend on earlier epochs.
 """
 
 import contextlib

@@ -202,20 +202,7 @@ class Loader:
         return self.buckets.batches(order, drop_last=self.drop_last, key=key, epoch=epoch)
 
     def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Generator[Any, None, None]:
-        """Return the batches of one epoch, in the order that belongs to `(key, epoch)`, from batch `start` on.
-
-        Args:
-            key: The run's key, int64 of shape (2,), such as `state.key`.
-            epoch: Number of the epoch in the run, from 0.
-            start: Number of the first batch to return, 0 to `len(self)`; earlier batches are not read.
-
-        Returns:
-            An iterator over batches. It may be closed or dropped before its end.
-
-        Raises:
-            TypeError: `epoch` or `start` is not an int.
-            ValueError: `epoch` is negative, or `start` is outside 0 to `len(self)`.
-        """
+        """Return the batches of one epoch, as `Arrays.epoch`; the iterator may be dropped before its end."""
         check_whole(epoch, "Loader.epoch: epoch", 0)
         check_whole(start, "Loader.epoch: start", 0, len(self))
         key = as_rng(key, "Loader.epoch: key").key.cpu()

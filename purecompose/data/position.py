@@ -1,8 +1,8 @@
 """Places in the data: seeds of an epoch, its order, torch's (on the CPU), Python's and NumPy's global generators, and
 data that know their position, such as streams: a run saves it, and continues there without reading batches again.
 
-Data sets draw from global generators: a random crop uses torch's, older code Python's `random` or `numpy.random`. If
-they are seeded before each read from a place in the run, such a data set becomes a function of that place.
+If the global generators are seeded before each read from a place in the run, a data set that draws from them becomes a
+function of that place.
 
 Torchdata's `StatefulDataLoader`, Hugging Face's `IterableDataset` and the `StreamingDataLoader` of MosaicML Streaming
 know their position by `state_dict` and `load_state_dict`, and have an order of their own.

@@ -4,8 +4,8 @@ a GPU while it works on earlier ones.
 A *source* wraps a data set and returns a finished batch for a request, `source[request]`. Requests contain all that the
 batch depends on, so it does not matter which process reads it.
 
-`prefetch` copies each batch into pinned memory and from there to the GPU on a separate stream, a few batches ahead. It
-reads in the calling thread, so that the loader's code does not run concurrently with the step's.
+`prefetch` copies batches to the GPU on a separate stream, a few ahead. It reads in the calling thread, so that the
+loader's code does not run concurrently with the step's.
 """
 
 import os

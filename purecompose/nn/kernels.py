@@ -1,11 +1,8 @@
 """Replacements for kernels of torch that lack derivatives, batching rules or tracing, or know one process only.
 
-Batch normalisation over a batch of which several processes compute a part each: from mean and variance of its own
-values, each process derives two numbers for each channel. Their sums over the processes give the statistics of the
-whole batch, by which all normalise. The backward pass adds up two numbers for each channel, too.
-
-Attention of short sequences in half precision: torch's fused kernel for the CPU never stores the attention weights, and
-its products are too small to be efficient on short sequences, especially backward.
+Batch normalisation over a batch of which several processes compute a part each adds up two numbers for each channel,
+forward and backward. Attention of short sequences in half precision stores the attention weights: torch's fused kernel
+for the CPU does not, and its products are too small to be efficient there.
 """
 
 import functools

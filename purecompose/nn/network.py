@@ -40,11 +40,8 @@ class GatheredOnUse(TorchFunctionMode):
     So parameters are whole only while they are used, one layer at a time. All processes must call the same functions in
     the same order.
 
-    Args:
-        gather: Function that returns all rows of each of the divided tensors that a function of torch reads.
-        check: Function that is given these tensors before they are gathered.
-        only_recorded: True for functions that a network calls, or that autograd records or calls, only. What a method
-            computes between two passes acts on divided tensors.
+    `gather` returns all rows of the divided tensors that a function of torch reads, after `check` is given these. With
+    `only_recorded` what a method computes between two passes acts on divided tensors, as autograd does not record it.
     """
 
     def __init__(
@@ -165,13 +162,12 @@ def call_model(
     user's own modules, the generators and the parameters' versions are compared.
 
     Args:
-        params, buffers: All parameters and buffers by name; others may be among them.
+        params, buffers: By name; others may be among them.
         inputs: One argument, a list of arguments, or a mapping of keyword arguments.
-        keyed: Function that returns the scope of the network's draws; called only if it draws.
-        precision: As in `State.create`.
+        keyed: Returns the scope of the network's draws; called only if it draws.
 
     Returns:
-        The outputs, in float32 where autocast made them bfloat16 or float16, and the buffers after the pass.
+        The outputs, in float32 where autocast made them narrower, and the buffers after the pass.
 
     Raises:
         UnkeyedRandomError: The network uses a random function that no key can cover.

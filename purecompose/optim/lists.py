@@ -1,18 +1,16 @@
 """Arithmetic on lists of tensors, in which the optimizers' rules are written, and rules that move only some rows.
 
-Each function on lists has two forms. One uses torch's `_foreach` kernels: one launch on a GPU for all tensors, and
-about half the overhead on a CPU. The other is a plain loop, used under autograd and function transforms, for which
-`_foreach` has no rules. Tensors of a pair have the same shape, except where a 0-d partner is mentioned. Results have
-the dtypes of the xs, also with a 0-d partner of a wider dtype, such as a schedule's value.
+Each function on lists uses torch's `_foreach` kernels, with one launch on a GPU for all tensors, or a plain loop under
+autograd and function transforms, for which these have no rules. Tensors of a pair have the same shape, except where a
+0-d partner is mentioned. Results have the dtypes of the xs, also with a 0-d partner of a wider dtype, such as a
+schedule's value.
 
-Rules for rows of a table that the batch has looked up move what optimizers for sparse gradients do. A row of a
-parameter is what its first dimension indexes. A row, and what is remembered of it, stays as it is where the gradient of
-the whole row is zero. So a rule is a function of dense gradients, and works wherever these do.
+Rules for rows, as of optimizers for sparse gradients, leave a row of a parameter, and what is remembered of it, as it
+is where the gradient of the whole row is zero. So they are functions of dense gradients.
 
 In a traced step the update of a large table is one operation, `purecompose::rows`. Where its gradient is that of an
-embedding, the graph gets `purecompose::rows_at` instead, which is given the looked-up rows, and where the results
-replace donated buffers `purecompose::rows_at_`, which writes these rows only (`transforms/compilation/updates.py`). The
-dense gradient is then computed nowhere.
+embedding, the graph gets `purecompose::rows_at` instead, which is given the looked-up rows, or `purecompose::rows_at_`,
+which writes these rows of donated buffers only (`transforms/compilation/updates.py`).
 """
 
 from __future__ import annotations

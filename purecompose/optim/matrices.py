@@ -106,12 +106,8 @@ def orthogonalized(
     5, on the matrix divided by its Frobenius norm.
 
     Args:
-        matrix: A real matrix, shape (rows, columns), or a stack of them, shape (N, rows, columns).
-        coefficients: Coefficients of x, x^3 and x^5.
-
-    Example:
-        >>> orthogonalized(torch.diag(torch.tensor([8.0, 4.0]))).diagonal().round(decimals=2)
-        tensor([0.6900, 1.1100])
+        matrix: Real, (rows, columns), or a stack, (N, rows, columns).
+        coefficients: Those of x, x^3 and x^5.
     """
     a, b, c = coefficients
     x = matrix / torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True).clamp(min=eps)

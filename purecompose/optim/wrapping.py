@@ -24,14 +24,6 @@ class Guarded:
 
     Both outcomes are computed and one is chosen on the device, so that nothing waits for the device, and the choice
     can be traced and mapped.
-
-    Example:
-        >>> from purecompose.optim import sgd
-        >>> optimizer, params = Guarded(sgd(0.5, momentum=0.9)), {"w": torch.ones(2)}
-        >>> grads = {"w": torch.tensor([1.0, torch.inf])}
-        >>> params, opt_state = optimizer.update(grads, optimizer.init(params), params)
-        >>> params["w"].tolist(), opt_state["momentum"]["w"].tolist()
-        ([1.0, 1.0], [0.0, 0.0])
     """
 
     inner: Optimizer

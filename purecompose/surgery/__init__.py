@@ -1,7 +1,6 @@
 """Surgery: replace modules in a network and keep its weights and the matching optimizer state.
 
-`operate` walks through a network and passes each module to the rule for its type; the result of the rule replaces the
-module. A rule is a function of a plain `nn.Module`:
+`operate` passes each module of a network to the rule for its type, and replaces it by the result:
 
     def smooth(conv, site):
         return nn.Sequential(nn.AvgPool2d(3, 1, 1), conv) if max(conv.stride) > 1 else None
@@ -10,9 +9,8 @@ module. A rule is a function of a plain `nn.Module`:
 
 A parameter that is also in the new network is kept under its new name: the same tensor, with its part of the
 optimizer's state. Other old parameters are dropped, and other new ones are made. The initial weights of modules that a
-rule builds are drawn from a seed that depends only on the run's key and the place in the network. Nothing is changed in
-place: the old model, its tensors and its state are not modified. A rule is given a copy of the module that shares its
-tensors; it may change the copy's settings, but must not write into the tensors.
+rule builds are drawn from a seed that depends only on the run's key and the place in the network. The old model and
+state are not modified: a rule is given a copy of the module that shares its tensors, and must not write into these.
 """
 
 from purecompose._support import publish

@@ -113,10 +113,7 @@ def operate(
 
     Example::
 
-        def smooth(conv, site):
-            return nn.Sequential(nn.AvgPool2d(3, 1, 1), conv) if max(conv.stride) > 1 else None
-
-        state, report = surgery.operate(state, {nn.Conv2d: smooth}, name="smooth")
+        state, report = surgery.operate(state, {nn.Conv2d: smooth}, name="smooth")  # see `purecompose.surgery`
     """
     model, context, given = state.model, state.context, {**state.params, **state.buffers}
     root = model.skeleton(train=True).filled_copy(state.params, state.buffers, is_shared=True)

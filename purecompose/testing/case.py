@@ -339,10 +339,8 @@ def find_moments(
     a run has at most 1024 batches. A plain function is assumed to return True. INIT does not count, nor do events
     outside the loop if it acts within.
 
-    Args:
-        batches_per_epoch, epochs: Minimal lengths of the epoch and of the run.
-        samples, tokens: Their numbers in a batch.
-        room: Number of batches that the run should have after a start at which it acts, if that is possible.
+    `batches_per_epoch` and `epochs` are minimal lengths; `samples` and `tokens` are those of a batch; after a start at
+    which it acts there are `room` more batches, if that is possible.
     """
     find = _find if _has_hash(predicate) else _find.__wrapped__
     return find(predicate, batches_per_epoch, max(epochs, -(-room // batches_per_epoch)), samples, tokens, room)

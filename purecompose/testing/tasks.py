@@ -172,12 +172,8 @@ def make_gpt(seed: int = 0) -> nn.Module:
 class MakeNet:
     """A function `make_net(seed)` that returns networks for a kind of inputs; it can be compared, pickled and printed.
 
-    Args:
-        kind: One of `KINDS`, for an MLP, a CNN or a transformer.
-        dropout: Dropout probability.
-        tied: True if the transformer's output layer shares the embedding's weights; others have no weights to tie.
-        frozen: True if the first parameter is not trained.
-        zero_head: True if the last layer starts at zero, so that the gradients of all layers before it are exactly 0.
+    Of a transformer the output layer may share the embedding's weights (`tied`). With `frozen` the first parameter is
+    not trained; with `zero_head` the last layer starts at zero, so that all gradients before it are exactly 0.
     """
 
     kind: str = "vectors"

@@ -1,9 +1,8 @@
 """`data_parallel`: a step that several processes compute together, each on a part of the batch.
 
-All processes hold the whole state and are given the whole batch. Each computes everything around the gradient
-(augmentation, the update, averages) for the whole batch, to the same bits, but forward, loss and gradient only for its
-part. So examples may be drawn, mixed and selected as if there were one process, and the result is the same for any
-number of processes, as for any number of microbatches.
+All processes hold the whole state and are given the whole batch. Each computes forward, loss and gradient for its part
+only, and all else for the whole batch, to the same bits. So examples may be drawn, mixed and selected as if there were
+one process, and the result is the same for any number of processes.
 """
 
 import functools

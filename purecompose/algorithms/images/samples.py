@@ -164,12 +164,7 @@ def _bound(bound: Bound, images: Tensor) -> Tensor:
 
 
 def whole_part(share: float, size: int) -> int:
-    """Return the integer part of `share * size`, without losing a pixel to rounding.
-
-    Example:
-        >>> whole_part(1 - 0.9, 10), int((1 - 0.9) * 10)
-        (1, 0)
-    """
+    """Return the integer part of `share * size`, without losing a pixel to rounding."""
     # The roundings of a decimal share, of 1 - share and of the product add up to less than twice the machine epsilon.
     return math.floor((share + 2 * sys.float_info.epsilon) * size)
 

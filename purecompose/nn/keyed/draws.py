@@ -206,11 +206,11 @@ class Part:
     """A part that begins to run; the forward passes in it are counted while `CURRENT` holds it.
 
     Attributes:
-        name: Name of the draws of its first pass.
-        run: The run of a step that it belongs to (`core.operation.Purpose`); `None` outside of steps.
+        name: That of the draws of its first pass.
+        run: The run of a step (`core.operation.Purpose`); `None` outside of steps.
         num_passes: Number of passes so far.
-        turn: Number of earlier stages of the same name in the program.
-        is_compared: True if slices of a batch are compared, so that draws must not depend on their sizes.
+        turn: Number of earlier stages of the same name.
+        is_compared: True if slices of a batch are compared: draws must not depend on their sizes.
         is_apart: True if batch normalisation uses the statistics of what it is given, whatever the run shares.
     """
 

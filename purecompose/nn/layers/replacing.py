@@ -1,9 +1,8 @@
 """Layers that replace others: normalisations, and products of two thinner linear layers or convolutions.
 
-Norms have the statistics of parts of a batch, or compute in half precision where the network does: torch runs layer and
-group normalisation in float32 under autocast, and the layers here in the dtype that it uses for matrix products, with
-sums in float32. Their weights have the names and shapes of the layers that they replace. Factorized layers are the
-closest to the given layer's weight.
+Norms have the statistics of parts of a batch, or compute under autocast in the dtype of matrix products, with sums in
+float32, where torch computes in float32. Their weights have the names and shapes of the layers that they replace.
+Factorized layers are the closest to the given layer's weight.
 """
 
 import math
@@ -74,12 +73,7 @@ class Wrapping(nn.Module):
 
 
 def check_latent(latent: Any, where: str) -> float:
-    """Return a width as given in a setting: an integer of at least 1, or below 1 a fraction.
-
-    Example:
-        >>> check_latent(0.25, "mine: width"), check_latent(64.0, "mine: width")
-        (0.25, 64.0)
-    """
+    """Return a width as given in a setting: an integer of at least 1, or below 1 a fraction."""
     given = check_number(latent, where, 0, above=True)
     if given > 1 and given != int(given):
         raise ValueError(f"{where}: expected a whole number, or a share below 1, got {shown(latent)}")
@@ -87,12 +81,7 @@ def check_latent(latent: Any, where: str) -> float:
 
 
 def latent_size(latent: float, full: int) -> int:
-    """Return a width given as a number, or below 1 as a fraction of the full one, rounded down; at least 1.
-
-    Example:
-        >>> latent_size(8, 100), latent_size(0.29, 100), latent_size(0.1, 4)
-        (8, 29, 1)
-    """
+    """Return a width given as a number, or below 1 as a fraction of the full one, rounded down; at least 1."""
     # The small number corrects rounding: 0.29 * 100 is 28.999999999999996.
     return max(1, int(latent if latent >= 1 else latent * full + 1e-9))
 
@@ -244,12 +233,7 @@ def _low(input: Tensor) -> torch.dtype | None:
 
 
 def max_latent(module: nn.Linear | nn.Conv2d) -> int:
-    """Return the greatest width between two factors with which they take fewer multiplications than the layer does.
-
-    Example:
-        >>> max_latent(nn.Linear(8, 8)), max_latent(nn.Conv2d(8, 8, 3))
-        (3, 7)
-    """
+    """Return the greatest width between two factors with which they take fewer multiplications than the layer does."""
     out, fan_in = module.weight.shape[0], module.weight[0].numel()
     return math.ceil(fan_in * out / (fan_in + out) - 1)
 
@@ -265,11 +249,6 @@ def split_weight(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         (k, in) and (out, k), contiguous, each scaled by the square roots of the singular values. If a singular value is
         almost zero, the first factor has a row of the usual norm and only the second is small: if both were zero, they
         would have no gradient and would never train.
-
-    Example:
-        >>> first, second = split_weight(torch.eye(3), 3)
-        >>> torch.allclose(second @ first, torch.eye(3))
-        True
     """
     exact = weight.cpu().double() if weight.device.type == "mps" else weight.double()
     left, values, right = torch.linalg.svd(exact, full_matrices=False)

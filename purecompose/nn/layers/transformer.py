@@ -6,7 +6,6 @@
     a gated feed-forward layer                     act(G x) * (N x)
 
 Source of attention: Ashish Vaswani et al.: Attention Is All You Need. NeurIPS 2017. https://arxiv.org/abs/1706.03762
-Those of the others are in the methods that use them, `alibi`, `qk_norm` and `gated_linear_units`.
 """
 
 import math

@@ -40,9 +40,8 @@ def in_sending_order(
 ) -> list[fx.Node]:
     """Return messages and writes in an order in which they should be reached as early as possible.
 
-    A traced step sends its gradients after the last product of the backward pass, and waits for each message at once.
-    In this order a message is sent as soon as what it contains is known, while the backward pass goes on.
-
+    A traced step sends its gradients after the last product of the backward pass, and waits for each message at once;
+    here a message is sent as soon as what it contains is known.
     Messages that reduce tensors come in the order in which they depend on each other, and otherwise as traced, so that
     all processes have the same order. Writes into parameters, and waits for messages, come as soon as they can, but
     `_AHEAD` messages later than that which they need, which would be waited for at once otherwise. A graph without
