@@ -253,7 +253,7 @@ def _ranks(state: State) -> Ranks | None:
 
 def _noisy(grad: Tensor, rng: random.Rng, deviation: float | Tensor) -> Tensor:
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    return grad + (random.normal(rng, tuple(grad.shape), dtype=dtype) * deviation).to(grad)
+    return grad + (random.normal(rng, grad, dtype=dtype) * deviation).to(grad)
 
 
 def _check_layers(name: str, network: nn.Module) -> None:

@@ -206,7 +206,7 @@ def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
         inputs = state.inputs
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
             return state
-        draws = random.normal(state.example_rng(name), tuple(inputs.shape)).to(inputs)
+        draws = random.normal(state.example_rng(name), inputs).to(inputs)
         return state.replace(inputs=inputs + scale * draws)
 
     return Algorithm(name, on(Event.AFTER_DATALOADER), apply, config={"scale": scale})

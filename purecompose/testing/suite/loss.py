@@ -80,7 +80,7 @@ def _direction(point: Point, seed: int) -> Point:
     # Keyed draws, since this may be called within a step, where generators raise.
     rng = random.Rng(random.key(seed))
     drawn = {
-        name: random.normal(rng.named(name), tuple(param.shape), dtype=torch.float64).to(param)
+        name: random.normal(rng.named(name), param, dtype=torch.float64).to(param)
         for name, param in point["params"].items()
     }
     norm = tree.global_norm(drawn)
