@@ -1,8 +1,7 @@
 """Values that Python holds and a step reads: the time, and what a loss reads besides outputs and targets.
 
 Code is traced once and serves all steps, so no number that it contains may change. The time is therefore a small
-tensor, the clock. Each step fills it on the host, from the counters of its timestamp, with them and with the values of
-all schedules at that time.
+tensor, the clock, which each step fills on the host with the counters of its timestamp and the values of all schedules.
 
 What a loss refers to is found by following its references; see `purecompose._support.objects`. Parameters and buffers
 of a module become part of the state. Schedules and named scalars among its attributes are replaced in each call by

@@ -118,8 +118,7 @@ def trainer_callback(methods: Sequence[Algorithm], *, key: int | Tensor = 0) -> 
         key: The seed of the draws, or a key.
 
     Returns:
-        The callback. Its attribute `methods` is a `LoopMethods`, so that `callback.methods.weights("ema")` are averaged
-        weights.
+        The callback, whose `methods` are a `LoopMethods`, as of `lightning_callback`.
 
     Raises:
         ImportError: Transformers is not installed.

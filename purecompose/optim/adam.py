@@ -1,8 +1,7 @@
 """Adam, its relatives with weight decay, and RMSprop: steps scaled by a running average of the gradient's square.
 
 Where torch has a fused kernel, Adam's update is one pass over each tensor, without temporary ones. In a traced step the
-update of many tensors is one operation, `purecompose::adam`, where the formula is a dozen for each tensor. It returns
-new tensors; if these replace donated buffers, the graph gets `purecompose::adam_` instead, which writes into them
+update of many tensors is one operation, `purecompose::adam`, or `purecompose::adam_`, which writes into donated buffers
 (`transforms/compilation/updates.py`).
 """
 

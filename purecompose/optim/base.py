@@ -2,8 +2,7 @@
 
 An optimizer of this package is a `ByGroup`: it defines the tensors kept for each parameter (`slots`, `fresh`) and how a
 list of parameters moves (`move`). The class derives `init` and `update` from it: it splits the parameters by group,
-gathers the lists, and puts the results back under their names. A rule that moves matrices differently from vectors
-distinguishes their forms and has a rule for each (`form`, `formed`).
+gathers the lists, and puts the results back under their names.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@
 
     state, report = surgery.operate(state, {nn.Conv2d: smooth}, name="smooth")
 
-A parameter that is also in the new network is kept under its new name: the same tensor, with its part of the
-optimizer's state. Other old parameters are dropped, and other new ones are made. The initial weights of modules that a
-rule builds are drawn from a seed that depends only on the run's key and the place in the network. The old model and
+A parameter that is also in the new network is kept under its new name, with its part of the optimizer's state. The
+initial weights of modules that a rule builds are drawn by the run's key and the place in the network. The old model and
 state are not modified: a rule is given a copy of the module that shares its tensors, and must not write into these.
 """
 

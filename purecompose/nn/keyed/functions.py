@@ -5,8 +5,7 @@ parameters (`low` and `high` replace `from` and `to`, since `from` is a keyword 
 can fill, including integers and complex numbers.
 
 A handler takes the pass's draws, torch's function and the call's own arguments (without `generator=` and `out=`), and
-returns the result in its place. A layer that draws nothing (not training, p = 0) runs unchanged. Functions without a
-keyed form are not in the table: `detect` raises an error where they draw.
+returns the result in its place. A layer that draws nothing (not training, p = 0) runs unchanged.
 """
 
 from __future__ import annotations

@@ -108,12 +108,6 @@ class Mirror:
     Of the checkpoints there, the tensors of the newest complete one are read, and the indexes of all: so older ones
     can be removed, but not loaded. `local` is the local copy, and `problem` says why the newest files are not sent yet,
     if so. With several processes one `sends`.
-
-    Raises:
-        ImportError: The package fsspec, or the one that it needs for this scheme, is not installed.
-        ValueError: The scheme is unknown.
-        OSError: The storage cannot be read.
-        DamagedError: It holds a name that would lead out of the local copy.
     """
 
     def __init__(self, url: str, *, sends: bool = True) -> None:
