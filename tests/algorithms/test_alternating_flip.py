@@ -87,6 +87,7 @@ def test_images_of_two_colours_have_different_hashes(dtype: torch.dtype) -> None
     assert len(_content(bits.to(dtype).view(-1, 1, 4, 4)).unique()) == len(bits)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot read bits under vmap")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # while Inductor is imported
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32])
 def test_compiled_code_and_vmap_give_the_same_bits(dtype: torch.dtype) -> None:

@@ -219,6 +219,7 @@ def test_rules_that_cannot_be_followed_are_refused() -> None:
         surgery.operate(make_state(), {nn.Linear: number}, name="any")
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.11
 def test_kept_weights_and_their_optimizer_state_are_not_copied() -> None:
     net = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 2))
     state = make_state(net, optimizer=OPTIMIZERS["adam"])
