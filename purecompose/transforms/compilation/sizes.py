@@ -120,7 +120,8 @@ class Sizes:
         values = self._values(signatures)
 
         def number(value: Any) -> int:
-            return int(value.node.expr.xreplace(values)) if isinstance(value, torch.SymInt) else value
+            found: Any = value.node.expr.xreplace(values) if isinstance(value, torch.SymInt) else value
+            return int(found)
 
         specs = [
             spec._replace(shape=torch.Size(map(number, spec.shape)), stride=tuple(map(number, spec.stride)))

@@ -1,7 +1,7 @@
 """Calls of a step within `torch.compile`, by itself and in a function of the user."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_fullgraph_is_an_error_that_names_the_reason() -> None:
 
 
 @pytest.mark.parametrize("stance", ["force_eager", "eager_then_compile"])
-def test_stances(stance: str) -> None:
+def test_stances(stance: Literal["force_eager", "eager_then_compile"]) -> None:
     step = compose(loop_events)
     state = other = make_state()
     with torch.compiler.set_stance(stance):
