@@ -96,7 +96,7 @@ def test_the_page_on_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     run_page("architecture.md")
     printed, page = capsys.readouterr().out, (ROOT / "docs" / "architecture.md").read_text()
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.S)
-    assert shown in printed and re.search(r"AFTER_UPDATE +0 +unit_rows +alone\n", printed)
+    assert shown in printed and re.search(r"AFTER_UPDATE +0 +unit_rows +no other acts there\n", printed)
     comments = re.findall(r"print\(error\)  # (.*?)(?: \.\.\.)?\n", page)
     assert len(comments) == 2 and [text for text in comments if text not in printed] == []
 
