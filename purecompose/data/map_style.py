@@ -54,7 +54,9 @@ class Samples:
         collate: Callable[[list[Any]], Any] | None,
         seeds_globals: bool,
     ) -> None:
-        self.dataset, self.transform, self.collate = dataset, transform, collate
+        self.dataset: Any = dataset
+        self.transform: Callable[..., Any] | None = transform
+        self.collate: Callable[[list[Any]], Any] | None = collate
         self.rng: str | None = None if transform is None else rng
         self.reads_whole_batches: bool = reads_whole_batches(dataset)
         self._seeds_globals = seeds_globals

@@ -95,8 +95,7 @@ def carried(
     is, or fresh if there was none.
 
     Args:
-        opt_state: Its state for the old parameters; `None` if there is none.
-        kept: Map from the new names of parameters that were kept to their old names.
+        kept: The old names of parameters that were kept, by their new names.
         frozen: The new names of parameters that do not train.
     """
     names, allocated = set(params), set(params).difference(kept, frozen)

@@ -207,10 +207,9 @@ class MakeBatch:
 
     Args:
         kind: One of `KINDS`.
-        targets: "index" for class indices int64, where every second row of tokens has an ignored one (-100); "soft" for
-            float32 probabilities, with classes in dim 1.
-        form: "tuple" for (inputs, targets), "dict" for {"inputs": ..., "labels": ...}, or for tokens
-            {"input_ids": ..., "labels": ...}, so that they are counted.
+        targets: "index" for int64, where every second row of tokens has an ignored one (-100); "soft" for float32
+            probabilities, with classes in dim 1.
+        form: "tuple" for (inputs, targets), "dict" for {"inputs": ..., "labels": ...}, of tokens with "input_ids".
     """
 
     kind: str = "vectors"
