@@ -253,7 +253,8 @@ class Processes:
             torch.cuda.set_device(self.local_rank)
         backend = "nccl" if is_cuda else "gloo"
         dist.init_process_group(backend, store=_new_store(), rank=self.rank, world_size=self.size, timeout=_TO_MEET)
-        dist.distributed_c10d._set_pg_timeout(_TO_ANSWER)
+        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public from torch 2.14 on
+        set_timeout(_TO_ANSWER)
         try:
             with contextlib.nullcontext() if self.is_first else _silenced():
                 yield
